@@ -1,0 +1,29 @@
+# Two commands: `make demo` (set-up and the main job) and `make test` (set-up and tests).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RUN := runs/demo
+
+.PHONY: install demo test lint clean
+
+install: $(STAMP)
+
+# The exact `torch==2.13.0` pin selects the CPU build where that is what the index offers; plain `torch` pulls CUDA.
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "ratrain needs Python 3.11 or newer; set PYTHON=..."'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet -e '.[dev]'
+	touch $@
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,2 @@
+"""Showing it: trace export, plots, HTML, terminal progress. Reads files and timelines; never imports
+runtime."""
