@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 import sysconfig
 import zlib
 from collections import Counter
@@ -13,6 +14,7 @@ from pathlib import Path
 from ratrain.errors import UserError
 
 PYTHON_STDLIB = "python-stdlib"
+BAD_RECORDS = frozenset({"undecodable", "broken JSON", "missing text", "corrupt file"})
 
 _TEXT_SUFFIXES = (".py", ".txt", ".md")
 _JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")  # the last is how C4's own files are named
@@ -35,12 +37,15 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files of a corpus in reading order. `root` is what document names are relative to."""
+    """The files of a corpus in reading order.
+
+    root: what document names are relative to. tolerated: reasons for which a bad record is passed over.
+    """
 
     description: str
     root: Path
     files: tuple[Path, ...]
-    skip_undecodable: bool = False
+    tolerated: frozenset[str] = frozenset()
 
     @property
     def size(self) -> int:
@@ -61,11 +66,11 @@ class Corpus:
                 raise _unreadable(file, error) from error
         return digest.hexdigest()
 
-    def documents(self, *, skip_bad: bool = False, skips: Counter[str] | None = None) -> Iterator[Document]:
+    def documents(self, skips: Counter[str] | None = None) -> Iterator[Document]:
         """Yield every document that holds text, in order. What is passed over is counted in `skips`.
 
         Empty and whitespace-only documents are always passed over. Undecodable bytes, broken JSON and
-        records without a text raise UserError with file, line and byte, or with `skip_bad` are passed over.
+        records without a text raise UserError with file, line and byte unless `tolerated`.
         A corpus in which no document is left raises UserError.
         """
         skips = Counter() if skips is None else skips
@@ -77,7 +82,7 @@ class Corpus:
                     try:
                         text = record.text()
                     except _BadRecord as bad:
-                        if not (skip_bad or (self.skip_undecodable and bad.reason == "undecodable")):
+                        if bad.reason not in self.tolerated:
                             raise bad.as_user_error(file) from None
                         skips[bad.reason] += 1
                         continue
@@ -101,27 +106,29 @@ class Corpus:
         return file.relative_to(self.root).as_posix()
 
 
-def find_corpus(corpus: str | Path) -> Corpus:
+def find_corpus(corpus: str | Path, *, skip_bad: bool = False) -> Corpus:
     """The files behind a corpus name: a text or JSON-lines file, a folder of them, or `python-stdlib`.
 
     A folder is searched recursively in sorted order for *.py, *.txt, *.md, *.jsonl, *.jsonl.gz and
     *.json.gz; hidden files and folders are left out. A single file may have any name; *.json, *.jsonl and
     their .gz are read as JSON lines with the text under "text", everything else as one text.
+    skip_bad: pass over every kind of bad record.
 
     Raises UserError when nothing is there or nothing in it can be read.
     """
     if str(corpus) == PYTHON_STDLIB:
         return _python_stdlib()
     path = Path(corpus)
+    tolerated = BAD_RECORDS if skip_bad else frozenset()
     try:
         if path.is_dir():
             files = _files_below(path, _TEXT_SUFFIXES + _JSON_LINES_SUFFIXES)
             if not files:
                 kinds = " ".join("*" + suffix for suffix in _TEXT_SUFFIXES + _JSON_LINES_SUFFIXES)
                 raise UserError(f"corpus folder {path} holds no text file; expected some of {kinds}")
-            return Corpus(str(path), path, files)
+            return Corpus(str(path), path, files, tolerated)
         if path.is_file():
-            return Corpus(str(path), path.parent, (path,))
+            return Corpus(str(path), path.parent, (path,), tolerated)
     except OSError as error:
         raise _unreadable(path, error) from error
     raise UserError(
@@ -134,14 +141,13 @@ def read_documents(
     path: str | Path, *, skip_bad: bool = False, skips: Counter[str] | None = None
 ) -> Iterator[Document]:
     """The documents of a corpus: `find_corpus` then `Corpus.documents`, which say what is raised when."""
-    return find_corpus(path).documents(skip_bad=skip_bad, skips=skips)
+    return find_corpus(path, skip_bad=skip_bad).documents(skips)
 
 
 def _python_stdlib() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    foreign = {"site-packages", "dist-packages", "__pycache__"}
-    files = tuple(
-        file for file in _files_below(root, (".py",)) if foreign.isdisjoint(file.relative_to(root).parts)
+    files = _files_below(
+        root, (".py",), leave_out=frozenset({"site-packages", "dist-packages", "__pycache__"})
     )
     if not files:
         raise UserError(
@@ -149,19 +155,26 @@ def _python_stdlib() -> Corpus:
         )
     # A handful of the library's own tests are written in other encodings on purpose, to test the decoder:
     # they are no sign of a damaged corpus.
-    return Corpus(PYTHON_STDLIB, root, files, skip_undecodable=True)
+    return Corpus(PYTHON_STDLIB, root, files, tolerated=frozenset({"undecodable"}))
 
 
-def _files_below(folder: Path, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
-    found = (
-        file
-        for file in folder.rglob("*")
-        if file.name.endswith(suffixes)
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-        and file.is_file()
-    )
-    # Compared part by part and without regard to the locale: the same order on every machine.
-    return tuple(sorted(found, key=lambda file: file.relative_to(folder).parts))
+def _files_below(
+    folder: Path, suffixes: tuple[str, ...], leave_out: frozenset[str] = frozenset()
+) -> tuple[Path, ...]:
+    """Files with these suffixes in `folder` and its subfolders, but not in hidden or left-out ones."""
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
+        found.extend(
+            Path(parent, name) for name in names if name.endswith(suffixes) and not name.startswith(".")
+        )
+    # Part by part, without regard to the locale: the same order on every machine.
+    return tuple(sorted(found, key=lambda file: file.parts))
+
+
+def _raise(error: OSError) -> None:
+    """os.walk passes over folders that it cannot list, unless told otherwise: text would be lost unsaid."""
+    raise error
 
 
 class _BadRecord(Exception):

@@ -164,7 +164,8 @@ def write_store(
 
 
 def is_store(path: Path) -> bool:
-    return (path / HEADER_FILE).is_file()
+    """Whether `path` is meant to be a store, whole or not: `open_store` says what is wrong with it."""
+    return (path / HEADER_FILE).exists() or (path / TOKENS_FILE).exists()
 
 
 def open_store(

@@ -102,8 +102,8 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
         backend = Tokenizer.from_buffer(file.read_bytes())
     except FileNotFoundError:
         raise UserError(
-            f"tokenizer {path} has no {_TOKENIZER_FILE}; expected a Hugging Face tokenizer folder or that file "
-            f"(older folders get one when transformers loads and saves them)"
+            f"tokenizer {path} has no {_TOKENIZER_FILE}; expected a Hugging Face tokenizer folder or "
+            f"that file (older folders get one when transformers loads and saves them)"
         ) from None
     except OSError as error:
         raise UserError(
