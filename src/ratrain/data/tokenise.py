@@ -19,7 +19,7 @@ TRAIN, VALIDATION = "train", "validation"
 HELD_OUT_SHARE = 0.02
 """Share of documents (of tokens, where documents are too few) set aside for validation."""
 
-TOKENIZER_SAMPLE_BYTES = 64_000_000
+TOKENIZER_SAMPLE_BYTES = 16_000_000
 """A larger corpus trains its tokenizer on a sample of about this size, chosen by hash: merges settle on far
 less text than there is, and training is the one step whose memory grows with the text."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ratrain.errors import UserError
 
@@ -31,6 +31,12 @@ _COMPANIONS = (
 )
 # End tokens of the families we train, for a bare tokenizer.json that names none.
 _USUAL_END_TOKENS = (END_TOKEN, "</s>", "<|end_of_text|>", "<eos>")
+# The pattern of GPT-4's and Qwen2's tokenizers, where a line break ends a token. It has to be this one: for a
+# Qwen2 model transformers puts it in, whatever the tokenizer's own files say (5.24).
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _PIECE = 1 << 20  # characters
 
 
@@ -49,11 +55,12 @@ class TextTokenizer:
     fingerprint: str
 
     def encode(self, texts: list[str]) -> list[NDArray[np.int64]]:
-        """Ids of each text, int64 [n_i], without special tokens, never cut. Lossless in number: a text's
-        spelling of a special token is encoded as the characters it is, so no document can end itself.
+        """Ids of each text, int64 [n_i], all of it, without special tokens. Where a text spells a special
+        token, the characters are encoded: no document can end itself.
 
-        Long texts are encoded in pieces, side by side and in bounded memory. They are cut only behind a
-        line break between two characters that are not blank, where no byte-level pre-tokenizer would merge.
+        Long texts are encoded in pieces, side by side and in bounded memory. They are cut only between a line
+        break and a character that is not blank, where the tokenizers we train, and the byte-level ones of
+        Llama 3 and Qwen2, always end a token; others might have merged there, once per million characters.
         """
         pieces = [_pieces(text) for text in texts]
         encoded = iter(
@@ -68,7 +75,7 @@ class TextTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Train a byte-level BPE (GPT-2's pre-tokenizer) whose id 0 is the end token.
+    """Train a byte-level BPE whose id 0 is the end token.
 
     The result depends on the texts only. It has fewer than `vocab_size` ids if the texts hold too few
     distinct pairs. Raises UserError for a vocabulary that cannot hold all bytes.
@@ -79,7 +86,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
             f"{SMALLEST_VOCABULARY} (256 bytes and the end token)"
         )
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -202,10 +214,10 @@ def _pieces(text: str) -> list[str]:
 
 
 def _seam(text: str, after: int) -> int | None:
-    """First place from `after` on that follows a line break between two characters that are not blank."""
+    """First place from `after` on between a line break and a character that is not blank."""
     at = text.find("\n", after)
     while 0 <= at < len(text) - 1:
-        if not text[at - 1].isspace() and not text[at + 1].isspace():
+        if not text[at + 1].isspace():
             return at + 1
         at = text.find("\n", at + 1)
     return None
