@@ -121,7 +121,7 @@ def test_missing_and_empty_corpora(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no text file"):
         texts(tmp_path)
     (tmp_path / "a.txt").write_text("  \n")
-    with pytest.raises(UserError, match="holds no text .*1 empty"):
+    with pytest.raises(UserError, match=r"holds no text .*1 empty"):
         texts(tmp_path)
 
 

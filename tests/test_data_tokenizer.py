@@ -47,7 +47,7 @@ def test_long_texts_in_pieces_give_the_same_ids(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
-    with pytest.raises(UserError, match="vocabulary size 256 is too small.*257"):
+    with pytest.raises(UserError, match=r"vocabulary size 256 is too small.*257"):
         train_tokenizer([SAMPLE], 256)
 
 
