@@ -43,7 +43,8 @@ class Provenance:
 
 @dataclass(frozen=True)
 class OperatorModel:
-    """Which model prices this device's operators, and that model's own parameters, named with their units."""
+    """Which model prices this device's operators ("roofline", "mt3000"), and that model's own parameters,
+    named with their units; none where the model keeps them in a file of its own."""
 
     name: str
     parameters: Mapping[str, float]
@@ -188,7 +189,7 @@ def _device(table: Table) -> Device:
         rates[operator_class] = MappingProxyType(by_dtype.every("tflop_per_s"))
     model = table.table("operator_model")
     model_name = model.plain("name", str)
-    parameters = MappingProxyType(model.table("parameters").every())
+    parameters = MappingProxyType(model.table("parameters").every() if model.has("parameters") else {})
     return Device(
         name=table.plain("name", str),
         memory=table.quantity("memory", "bytes"),

@@ -66,6 +66,10 @@ class Table:
             raise self._error(key, f"expected a {kind.__name__}", missing=key not in self._content)
         return value
 
+    def has(self, key: str) -> bool:
+        """Whether the optional `key` is there."""
+        return key in self._content
+
     def table(self, key: str) -> Table:
         """The sub-table `key`."""
         content = self._content.get(self._ask(key))
@@ -75,7 +79,7 @@ class Table:
 
     def tables(self, key: str) -> Iterator[tuple[str, Table]]:
         """Name and table of every entry of the optional table `key`."""
-        if key in self._content:
+        if self.has(key):
             outer = self.table(key)
             for name in outer._content:
                 yield name, outer.table(name)
