@@ -1,5 +1,6 @@
 """Preparing a corpus: split, cache, statistics, and ready stores used where they lie."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from ratrain.data import tokenise
 from ratrain.data.prepare import Prepared, prepare
-from ratrain.data.store import open_store, write_store
+from ratrain.data.store import StoreHeader, StoreWriter, open_store, write_store
 from ratrain.data.tokenizer import load_tokenizer
 from ratrain.errors import UserError
 
@@ -173,6 +174,18 @@ def test_bad_documents_stop_everything_or_are_counted(corpus: Path, tmp_path: Pa
         run(corpus, tmp_path)
     assert not list((tmp_path / "cache").iterdir())
     assert run(corpus, tmp_path, skip_bad=True).statistics.skips == {"empty": 1, "undecodable": 1}
+
+
+def test_a_full_disk_names_the_cache_and_leaves_nothing(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> StoreHeader:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(StoreWriter, "finish", full)
+    with pytest.raises(UserError, match=r"no space left to write .*/cache/\w+: it needs more than the [1-9]"):
+        run(corpus, tmp_path)
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_progress_ends_at_the_size_of_the_corpus(corpus: Path, tmp_path: Path) -> None:

@@ -116,11 +116,11 @@ def find_corpus(corpus: str | Path, *, skip_bad: bool = False) -> Corpus:
 
     Raises UserError when nothing is there or nothing in it can be read.
     """
-    if str(corpus) == PYTHON_STDLIB:
-        return _python_stdlib()
     path = Path(corpus)
     tolerated = BAD_RECORDS if skip_bad else frozenset()
     try:
+        if str(corpus) == PYTHON_STDLIB:
+            return _python_stdlib()
         if path.is_dir():
             files = _files_below(path, _TEXT_SUFFIXES + _JSON_LINES_SUFFIXES)
             if not files:
@@ -130,7 +130,7 @@ def find_corpus(corpus: str | Path, *, skip_bad: bool = False) -> Corpus:
         if path.is_file():
             return Corpus(str(path), path.parent, (path,), tolerated)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(Path(error.filename or path), error) from error
     raise UserError(
         f"corpus {path} does not exist; give a text file, a folder of text files, a .jsonl or .jsonl.gz "
         f"file, a prepared folder, or {PYTHON_STDLIB}"

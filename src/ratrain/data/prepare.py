@@ -9,7 +9,6 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ratrain.data.aside import written_aside
 from ratrain.data.corpus import find_corpus
@@ -185,7 +184,7 @@ def _is_ready(path: Path) -> bool:
 
 def _statistics(train: TokenStore, validation: TokenStore | None) -> Statistics:
     header = train.header
-    skips: dict[str, Any] = dict(header.skips)
+    skips = dict(header.skips)
     loss = None
     if validation is not None:
         for reason, count in validation.header.skips.items():

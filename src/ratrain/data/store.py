@@ -153,14 +153,24 @@ def write_store(
 
     Raises UserError for ids outside the vocabulary, a store without tokens, and a full disk.
     """
-    with written_aside(folder) as aside:
-        with (aside / TOKENS_FILE).open("wb") as stream:
-            writer = StoreWriter(
-                stream, vocab_size=vocab_size, end_id=end_id, tokenizer=tokenizer, source=source
-            )
-            yield writer
-            header = writer.finish()
-        (aside / HEADER_FILE).write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
+    with (
+        written_aside(folder) as aside,
+        fill_store(aside, vocab_size=vocab_size, end_id=end_id, tokenizer=tokenizer, source=source) as writer,
+    ):
+        yield writer
+
+
+@contextmanager
+def fill_store(
+    folder: Path, *, vocab_size: int, end_id: int, tokenizer: str | None, source: str
+) -> Iterator[StoreWriter]:
+    """As `write_store`, for callers who write `folder` as part of a larger one that they write aside."""
+    folder.mkdir(exist_ok=True)
+    with (folder / TOKENS_FILE).open("wb") as stream:
+        writer = StoreWriter(stream, vocab_size=vocab_size, end_id=end_id, tokenizer=tokenizer, source=source)
+        yield writer
+        header = writer.finish()
+    (folder / HEADER_FILE).write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
 
 
 def is_store(path: Path) -> bool:

@@ -1,4 +1,6 @@
-"""A text corpus written into token stores, whole or split into training and validation."""
+"""A text corpus written into token stores, whole or split into training and validation.
+
+Written straight into their folders: the caller writes these aside and renames them when all is done."""
 
 import hashlib
 import shutil
@@ -7,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ratrain.data.corpus import Corpus, Document
-from ratrain.data.store import StoreWriter, open_store, write_store
+from ratrain.data.store import StoreWriter, fill_store, open_store
 from ratrain.data.tokenizer import TextTokenizer, train_tokenizer
 from ratrain.errors import UserError
 
@@ -103,7 +105,7 @@ def write_cut(folder: Path, corpus: Corpus, tokenizer: TextTokenizer, progress: 
 
 
 def _store_for(folder: Path, corpus: Corpus, tokenizer: TextTokenizer) -> AbstractContextManager[StoreWriter]:
-    return write_store(
+    return fill_store(
         folder,
         vocab_size=tokenizer.vocab_size,
         end_id=tokenizer.end_id,
