@@ -166,7 +166,8 @@ def bind(
     block: Block, tensors: Mapping[str, Tensor], frozen: Collection[str] = ()
 ) -> dict[str, nn.Parameter]:
     """Replace the block's meta parameters by parameters that share memory with `tensors` (by Hugging Face
-    name); those in `frozen` get no gradient. Returns them by name.
+    name); those in `frozen` get no gradient. A tensor that is a Parameter already is used itself, so that two
+    blocks of one stage can share a tied matrix and its gradient. Returns the parameters by name.
 
     Raises:
         ValueError: a tensor is missing, superfluous, or has another shape.
@@ -180,7 +181,10 @@ def bind(
         expected = getattr(module, attribute).shape
         if tensors[name].shape != expected:
             raise ValueError(f"{name} is {tuple(tensors[name].shape)}, expected {tuple(expected)}")
-        bound[name] = nn.Parameter(tensors[name].detach(), requires_grad=name not in frozen)
+        tensor = tensors[name]
+        if not isinstance(tensor, nn.Parameter):
+            tensor = nn.Parameter(tensor.detach(), requires_grad=name not in frozen)
+        bound[name] = tensor
         setattr(module, attribute, bound[name])
     return bound
 

@@ -44,7 +44,7 @@ def position_table(spec: ModelSpec, seq_len: int, dtype: torch.dtype, device: to
     rotary = _class(spec, "RotaryEmbedding")(hf_config(spec)).to(device)
     like = torch.empty(0, dtype=dtype, device=device)
     cos, sin = rotary(like, torch.arange(seq_len, device=device)[None])
-    return PositionTable(cos, sin, window_masks(spec, seq_len, device))
+    return PositionTable(cos, sin, window_masks(spec, seq_len, dtype, device))
 
 
 def hf_config(spec: ModelSpec) -> Any:

@@ -71,11 +71,11 @@ class _HeadLoss(torch.autograd.Function):
         logits = None
         for part in _slices(len(labels), slice_tokens):
             logits = rows[part] @ weight.t()
-            total += nn.functional.cross_entropy(
-                logits.to(total.dtype), labels[part], ignore_index=IGNORED, reduction="sum"
-            )
-        # The buffer is reused in place by the backward, so it is no business of save_for_backward.
-        ctx.logits = logits if keep_logits else None
+            total += _loss_sum(logits, labels[part])
+            if not keep_logits:
+                logits = None  # before the next slice is made
+        # The backward writes over this buffer, so it is no business of save_for_backward.
+        ctx.logits = logits
         ctx.save_for_backward(hidden, targets)
         ctx.weight, ctx.denominator, ctx.slice_tokens = weight, denominator, slice_tokens
         return total / denominator
@@ -93,12 +93,13 @@ class _HeadLoss(torch.autograd.Function):
             grad_logits = _to_gradient(logits, labels[part], scale)
             torch.mm(grad_logits, weight, out=grad_rows[part])
             if not ctx.needs_input_grad[1]:
-                continue
-            if has_main_grad(weight):
+                pass
+            elif has_main_grad(weight):
                 accumulate_product(weight, grad_logits.t(), rows[part])
             else:
                 product = grad_logits.t() @ rows[part]
                 grad_weight = product if grad_weight is None else grad_weight.add_(product)
+            del logits, grad_logits  # before the next slice is made
         return grad_rows.view(hidden.shape), grad_weight, None, None, None, None
 
 
@@ -108,8 +109,18 @@ def _slices(tokens: int, size: int | None) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
+def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the token losses. Logits (`[tokens, vocab]`) in the precision of the loss are overwritten by
+    their log-softmax, which serves the backward as well."""
+    wide = logits.to(_loss_dtype(logits))
+    torch.log_softmax(wide, -1, out=wide)
+    counted = labels != IGNORED
+    return -wide.gather(1, labels.where(counted, 0).unsqueeze(1)).squeeze(1).where(counted, 0).sum()
+
+
 def _to_gradient(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    """Gradient of `scale * sum of token losses`, written over the logits (`[tokens, vocab]`)."""
+    """Gradient of `scale * sum of token losses`, written over the logits (`[tokens, vocab]`) or their
+    log-softmax, whose softmax is the same."""
     probabilities = logits.to(_loss_dtype(logits))
     torch.softmax(probabilities, -1, out=probabilities)
     counted = labels != IGNORED

@@ -26,7 +26,7 @@ def attach_main_grad(parameter: nn.Parameter, main_grad: Tensor) -> None:
     if main_grad.shape != parameter.shape:
         raise ValueError(f"main_grad is {tuple(main_grad.shape)}, its parameter {tuple(parameter.shape)}")
     holder: Any = parameter
-    first = getattr(parameter, "main_grad", None) is None
+    first = not hasattr(parameter, "main_grad")  # None between buffers: the hook is there already
     holder.main_grad = main_grad
     holder.main_grad_fresh = True
     if first and parameter.requires_grad:

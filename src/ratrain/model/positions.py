@@ -20,8 +20,8 @@ class PositionTable:
     """`[1, seq, head_dim]`; None without rotary positions."""
     sin: Tensor | None
     masks: tuple[Tensor | None, ...]
-    """Of each layer: `[1, 1 or heads, seq, seq]`, bool (True is seen) or added to the scores; None is
-    plainly causal."""
+    """Of each layer: added to the scores, `[1, 1 or heads, seq, seq]`, in the dtype of the run (attention
+    would convert a boolean mask and keep the copy, for every micro-batch); None is plainly causal."""
 
     def arguments(self, layer: int) -> dict[str, Any]:
         """Keyword arguments for a decoder layer's forward."""
@@ -29,12 +29,15 @@ class PositionTable:
         return {"position_embeddings": rotary, "attention_mask": self.masks[layer]}
 
 
-def window_masks(spec: ModelSpec, seq_len: int, device: torch.device) -> tuple[Tensor | None, ...]:
+def window_masks(
+    spec: ModelSpec, seq_len: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor | None, ...]:
     """Masks of layers whose sliding window is shorter than the sequence; equal windows share one."""
     made: dict[int, Tensor] = {}
     position = torch.arange(seq_len, device=device)
     distance = position[:, None] - position[None, :]
     for window in spec.windows:
         if window is not None and window < seq_len and window not in made:
-            made[window] = ((distance >= 0) & (distance < window))[None, None]
+            seen = (distance >= 0) & (distance < window)
+            made[window] = torch.zeros_like(distance, dtype=dtype).masked_fill(~seen, -torch.inf)[None, None]
     return tuple(None if window is None else made.get(window) for window in spec.windows)

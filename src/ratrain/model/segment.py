@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ratrain.model.blocks import Block, LayerBlock
+from ratrain.model.blocks import Block, EmbedBlock, LayerBlock
 from ratrain.model.spec import Rung
 
 _aten = torch.ops.aten
@@ -46,7 +47,8 @@ def forward(block: Block, inputs: tuple[Any, ...], rung: Rung, grad: bool) -> tu
 
     Args:
         inputs: the block's arguments; floating-point tensors among them are what gradients are wanted for.
-        rung: what to keep. `elementwise` and `mlp` are `keep` for `embed` and `inputs` for `head`.
+        rung: what to keep. Every rung is `keep` for `embed`; `elementwise` and `mlp` are
+            `inputs` for `head`.
         grad: False (evaluation) keeps nothing.
 
     Returns:
@@ -65,20 +67,21 @@ class Segment:
     def __init__(self, block: Block, inputs: tuple[Any, ...], rung: Rung) -> None:
         self.block = block
         self.inputs = tuple(_leaf(value) for value in inputs)
-        self.rung: Rung = rung
-        self.output: Tensor | None = None
-        self._replay: AbstractContextManager[Any] | None = None
-
-    @property
-    def recovered(self) -> bool:
+        # A lookup saves its ids only, which is all there is to drop.
+        self.rung: Rung = "keep" if isinstance(block, EmbedBlock) else rung
+        self.recovered = False
         """Whether `backward` can run."""
-        return self.output is not None
+        # The graph of the output without the output, whose values nothing in the backward reads; None if no
+        # gradient is wanted (a frozen embedding).
+        self._edge: GradientEdge | None = None
+        self._unit: Tensor | None = None
+        self._replay: AbstractContextManager[Any] | None = None
 
     def run(self) -> Tensor:
         """The forward. Returns the output, detached."""
         if self.rung == "keep":
-            self.output = self.block(*self.inputs)
-            return self.output.detach()
+            with torch.enable_grad():
+                return self._remember(self.block(*self.inputs))
         store: AbstractContextManager[Any] = nullcontext()
         if self.rung in _STORED_REGIONS and isinstance(self.block, LayerBlock):
             results = _StoredResults(self.block, _STORED_REGIONS[self.rung])
@@ -93,7 +96,7 @@ class Segment:
             return
         replay, self._replay = self._replay or nullcontext(), None
         with torch.enable_grad(), self.block.rebuilding(), replay:
-            self.output = self.block(*self.inputs)
+            self._remember(self.block(*self.inputs))
 
     def backward(self, grad_output: Tensor | None = None) -> Tensor | None:
         """Accumulate parameter gradients and release everything.
@@ -107,23 +110,31 @@ class Segment:
         Raises:
             RuntimeError: not recovered, or already run.
         """
-        if self.output is None:
+        if not self.recovered:
             raise RuntimeError(f"{self.block.name}: backward without its activations; recover first")
-        output, source = self.output, self.inputs[0]
+        edge, source = self._edge, self.inputs[0]
+        if grad_output is None:
+            grad_output = self._unit
         self.release()
-        if output.requires_grad:
-            torch.autograd.backward(output, grad_output)
+        if edge is not None:
+            torch.autograd.backward(edge, grad_output)
         if not source.requires_grad:
             return None
         gradient: Tensor | None = source.grad
         source.grad = None
         return gradient
 
+    def _remember(self, output: Tensor) -> Tensor:
+        self.recovered = True
+        self._edge = get_gradient_edge(output) if output.requires_grad else None
+        self._unit = torch.ones_like(output) if output.ndim == 0 else None
+        return output.detach()
+
     def release(self) -> None:
         """Let go of all tensors; called by `backward`, or instead of it."""
-        self.output = None
         self.inputs = ()
-        self._replay = None
+        self.recovered = False
+        self._edge = self._unit = self._replay = None
 
 
 def _leaf(value: Any) -> Any:

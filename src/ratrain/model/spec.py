@@ -167,6 +167,21 @@ class ModelSpec:
 
         return saved_bytes(self, block, rung, micro_batch, seq_len, view_bytes, slice_tokens)
 
+    def working_bytes(
+        self,
+        block: str,
+        micro_batch: int,
+        seq_len: int,
+        view_bytes: int,
+        grad_bytes: int,
+        slice_tokens: int = 0,
+    ) -> int:
+        """Bytes that a block's forward or backward needs for a moment beyond what `keep` saves;
+        see `activations.working_bytes`."""
+        from ratrain.model.activations import working_bytes
+
+        return working_bytes(self, block, micro_batch, seq_len, view_bytes, grad_bytes, slice_tokens)
+
     def logits_bytes(self, micro_batch: int, seq_len: int) -> int:
         """Bytes of one set of logits in the precision of the loss (fp32)."""
         return micro_batch * seq_len * self.vocab * 4
