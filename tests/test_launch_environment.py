@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from ratrain.errors import UserError
-from ratrain.runtime.rendezvous import first_host, listen, place_from
+from ratrain.runtime.rendezvous import connect, first_host, listen, place_from
 
 
 def test_started_by_hand_is_no_place() -> None:
@@ -107,6 +107,29 @@ def test_a_port_in_use_is_named(owner: str, asker: str) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="port 70000"):
         listen(asker, 70000)
+
+
+def test_rank_0_of_another_launcher_names_the_port_in_use() -> None:
+    with listen("", 0) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(UserError, match=f"^port {port} is in use"):
+            connect({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port}, timeout=5)
+
+
+def test_absent_ranks_are_named() -> None:
+    with listen("127.0.0.1", 0) as free:
+        port = str(free.getsockname()[1])
+        env = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": port, "RATRAIN_STORE_FD": str(free.detach())}
+    with pytest.raises(UserError, match=r"^2 of 3 ranks did not come .* within 0\.5 s \(rank 1, 2\)"):
+        connect(env, timeout=0.5)
+
+
+def test_an_unreachable_rank_0_is_one_line() -> None:
+    with listen("127.0.0.1", 0) as free:
+        port = str(free.getsockname()[1])
+    with pytest.raises(UserError, match=f"rank 0 does not answer at 127.0.0.1 port {port}") as caught:
+        connect({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": port}, timeout=1)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_free_port_accepts_connections() -> None:

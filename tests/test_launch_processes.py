@@ -190,7 +190,6 @@ def test_a_stopped_rank_is_named_and_all_end(victim: int) -> None:
     ("mode", "line"),
     [
         ("one-raises", "ratrain: rank 1: no space left on /data: free 3 GB"),
-        ("all-raise", "corpus /nowhere is missing: give a folder"),
         ("bug", "ratrain: rank 1: KeyError: 'embed'"),
     ],
 )
@@ -201,3 +200,14 @@ def test_an_error_is_one_line(mode: str, line: str) -> None:
         assert status != 0 and gone(workers)
         assert len(lines) == 1 and line in lines[0], run.stderr
         assert ("Traceback" in run.stderr) == (mode == "bug"), run.stderr
+
+
+def test_an_error_of_all_ranks_is_one_line_under_torchrun_too() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = {key: value for key, value in os.environ.items() if key != "RANK"} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, WORKER, "all-raise"], env=env, capture_output=True, text=True, timeout=80
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ratrain: ")]
+    assert done.returncode != 0
+    assert len(lines) == 1 and "corpus /nowhere is missing: give a folder" in lines[0], done.stderr

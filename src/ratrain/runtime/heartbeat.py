@@ -16,11 +16,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from ratrain.errors import UserError
 from ratrain.runtime.deadmans_switch import DeadMansSwitch
 from ratrain.runtime.failure import FAILED, Evidence, Failure, report
 from ratrain.runtime.rendezvous import Place, listen
@@ -36,6 +37,7 @@ _KILL_AFTER = (
 )  # of the time-out: how long the verdict may travel before the kernel ends the silent process
 _DELIVERY = 1.0  # seconds that a last message may take
 _KEY = "heartbeat"
+_TIMEOUT_VARIABLE = "RATRAIN_HEARTBEAT_TIMEOUT"
 
 
 class KeyValueStore(Protocol):
@@ -97,9 +99,12 @@ class Heartbeat:
             end: called once, from the watching thread, when another rank has failed; by default
                 `end_process`, which does not return.
             switch: let the kernel kill this process if it stops.
+
+        Raises:
+            UserError: ``RATRAIN_HEARTBEAT_TIMEOUT`` is not a number of seconds.
         """
         if timeout is None:
-            timeout = float(os.environ.get("RATRAIN_HEARTBEAT_TIMEOUT", TIMEOUT))
+            timeout = _timeout_from(os.environ)
         heartbeat = cls(place, interval, timeout, end or (lambda failure: end_process(failure, place)))
         if place.rank == 0:
             heartbeat._open_hub(store)
@@ -309,6 +314,17 @@ def end_process(failure: Failure, place: Place) -> None:
     flush.start()
     flush.join(1.0)
     os._exit(FAILED)
+
+
+def _timeout_from(env: Mapping[str, str]) -> float:
+    text = env.get(_TIMEOUT_VARIABLE, str(TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > INTERVAL:
+        raise UserError(f"{_TIMEOUT_VARIABLE} is {text!r}, expected seconds, more than {INTERVAL:g}")
+    return seconds
 
 
 def _own_where() -> str:
