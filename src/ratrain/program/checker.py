@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ratrain.program.action import Action, Kind
-from ratrain.program.deps import dependencies
 from ratrain.program.graph import Graph, group, lower, meeting
 from ratrain.program.grid import render
 from ratrain.program.layout import TIED
@@ -60,12 +59,12 @@ def check(
     for stage, replica, lane in program.distinct():
         found += _counts(program, stage, replica, lane)
     if not found:
-        for stage, replica, lane in program.distinct():
-            found += _order(program, stage, replica, lane)
+        graph = lower(program)
+        found += _order(graph)
     if not found:
         found += _groups(program)
     if not found:
-        found += _deadlock(program)
+        found += _deadlock(graph)
     if footprints is not None and budget is not None and not found:
         for stage, footprint in enumerate(footprints):
             most = peak(program, stage, footprint)
@@ -148,6 +147,8 @@ _EXTRA = {
 
 def _counts(program: Program, stage: int, replica: int, lane: Lane) -> Iterator[Violation]:
     """Completeness: every gradient exactly once, every activation freed exactly once, nothing besides."""
+    for stream in lane.keys() - set(STREAMS):
+        yield Violation("stream", None, stage, replica, f"unknown stream {stream!r}")
     have = Counter(a for actions in lane.values() for a in actions)
     want = expected(program, stage)
     for action, count in want.items():
@@ -162,23 +163,15 @@ def _counts(program: Program, stage: int, replica: int, lane: Lane) -> Iterator[
             yield Violation("surplus", action, stage, replica, text.format(a=action, n=count, f=program.form))
 
 
-def _order(program: Program, stage: int, replica: int, lane: Lane) -> Iterator[Violation]:
+def _order(graph: Graph) -> Iterator[Violation]:
     """No action stands before something on its own stream that must have finished first."""
-    place = {a: (stream, i) for stream, actions in lane.items() for i, a in enumerate(actions)}
-    for stream in lane:
-        if stream not in STREAMS:
-            yield Violation("stream", None, stage, replica, f"unknown stream {stream!r}")
-            return
-    for action, deps in dependencies(program, stage, replica).items():
-        stream, i = place[action]
-        for dep in deps:
-            if dep.offset or dep.action not in place:
-                continue
-            other, k = place[dep.action]
-            if other == stream and k > i:
-                yield Violation(
-                    "order", action, stage, replica, f"{action} stands before {dep.action}, which it needs"
-                )
+    waiting = np.repeat(np.arange(len(graph.actions)), np.diff(graph.indptr))
+    needed = graph.indices
+    behind = (graph.stream[waiting] == graph.stream[needed]) & (needed > waiting)
+    for node, dep in zip(waiting[behind].tolist(), needed[behind].tolist()):
+        action, stage, replica = graph.actions[node], *graph.lanes[int(graph.lane[node])]
+        message = f"{action} stands before {graph.actions[dep]}, which it needs"
+        yield Violation("order", action, stage, replica, message)
 
 
 def _groups(program: Program) -> Iterator[Violation]:
@@ -223,9 +216,8 @@ def _groups(program: Program) -> Iterator[Violation]:
             )
 
 
-def _deadlock(program: Program) -> Iterator[Violation]:
+def _deadlock(graph: Graph) -> Iterator[Violation]:
     """Runs the program without durations; a ring of actions that wait for each other is a deadlock."""
-    graph = lower(program)
     ring = waiting_ring(graph)
     if ring:
         action = graph.actions[ring[0]]
