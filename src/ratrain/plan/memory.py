@@ -1,0 +1,245 @@
+"""The memory model: what one rank of a stage holds, from shapes alone.
+
+With Ψ parameters on the rank and D replicas (ZeRO after Rajbhandari et al., 2020): 16-bit views with 16-bit
+gradients take 2Ψ + 2Ψ + 12Ψ under ZeRO-0, 2Ψ + 2Ψ + 12Ψ/D under ZeRO-1, 2Ψ + 2Ψ/D + 12Ψ/D under ZeRO-2,
+16Ψ/D under ZeRO-3; fp32 views are their own masters: 4Ψ + 4Ψ + 8Ψ/D under ZeRO-1. Each unit's decayed and
+undecayed regions are padded to a multiple of D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from ratrain.model.spec import RUNGS, ModelSpec
+from ratrain.plan.activations import ActivationModel
+from ratrain.plan.forecast import StageMemory
+from ratrain.plan.plan import Plan
+from ratrain.plan.precision import Precision
+from ratrain.program.deps import POSTED, WINDOW
+from ratrain.program.layout import EMBED, HEAD, TIED
+from ratrain.program.memory import Footprint, peak
+from ratrain.program.passes import build
+from ratrain.program.program import Program
+
+_PIECE = 16 * 2**20
+"""Bytes in which the MT-3000 backend receives a reduction, two pieces at a time."""
+
+
+@dataclass(frozen=True)
+class StateModel:
+    """Bytes that a rank holds all step long. A stage is described by its decoder layers and by whether it is
+    the first (embedding) and the last (head).
+
+    overlapped_sync, overlapped_gather  whether reductions and gathers run beside computation, which then
+    needs WINDOW buffers instead of one
+    """
+
+    spec: ModelSpec
+    precision: Precision
+    data: int
+    zero: int
+    operators: str
+    runtime_base: int
+    message: int
+    overlapped_sync: bool
+    overlapped_gather: bool
+
+    @classmethod
+    def of(cls, spec: ModelSpec, plan: Plan) -> StateModel:
+        """The model of a plan."""
+        return cls(
+            spec,
+            plan.precision,
+            plan.data,
+            plan.zero,
+            plan.operators,
+            plan.runtime_base,
+            activation_model(spec, plan).message,
+            "layerwise_sync" in plan.passes,
+            "update_prefetch" in plan.passes,
+        )
+
+    def padded(self, unit: str) -> int:
+        """Elements of a state unit, both regions padded to a multiple of D."""
+        return sum(-(-region // self.data) * self.data for region in unit_regions(self.spec, unit))
+
+    def stage(self, layers: int, first: bool, last: bool) -> StageMemory:
+        """The constant part of a stage's memory."""
+        return _stage(self, layers, first, last)
+
+    @cached_property
+    def sharded_gradients(self) -> bool:
+        """Gradients are reduced for every micro-batch and kept as slices."""
+        return self.zero >= 2 and self.data > 1
+
+    @cached_property
+    def sharded_views(self) -> bool:
+        """Views are gathered for every use."""
+        return self.zero == 3 and self.data > 1
+
+
+def unit_regions(spec: ModelSpec, unit: str) -> tuple[int, int]:
+    """Decayed and undecayed elements of a state unit: a block's, or the tied matrix's."""
+    if unit == TIED:
+        return spec.vocab * spec.hidden, 0
+    shapes = spec.parameters(unit)
+    if unit == HEAD and spec.tied:
+        shapes = tuple(shape for shape in shapes if shape.name != spec.head_weight)
+    decayed = sum(shape.size for shape in shapes if shape.decay)
+    return decayed, sum(shape.size for shape in shapes) - decayed
+
+
+def activation_model(spec: ModelSpec, plan: Plan) -> ActivationModel:
+    """The activation bytes of a plan's micro-batch."""
+    return ActivationModel(
+        spec,
+        plan.operators,
+        plan.micro_batch,
+        plan.seq_len,
+        plan.precision.view_bytes,
+        plan.precision.grad_bytes,
+        plan.slice_tokens,
+    )
+
+
+def footprints(spec: ModelSpec, plan: Plan) -> tuple[Footprint, ...]:
+    """Per stage, what `program.memory.peak` and the checker need."""
+    states, activations = StateModel.of(spec, plan), activation_model(spec, plan)
+    return tuple(
+        Footprint(
+            constant=states.stage(count, s == 0, s == plan.pipeline - 1).constant,
+            kept={(block, rung): activations.saved(block, rung) for block in blocks for rung in RUNGS},
+            working={block: activations.working(block) for block in blocks},
+        )
+        for s, (count, blocks) in enumerate(zip(plan.layers, plan.layout().stages))
+    )
+
+
+def breakdown(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
+    """Per stage, the memory of one rank at its peak. `total` is `program.memory.peak` of the plan's steady
+    program."""
+    program = memory_program(plan)
+    states, logits = StateModel.of(spec, plan), activation_model(spec, plan).logits
+    table = []
+    for s, footprint in enumerate(footprints(spec, plan)):
+        most = peak(program, s, footprint)
+        of_logits = logits if most.action is not None and most.action.unit == HEAD else 0
+        constant = states.stage(plan.layers[s], s == 0, s == plan.pipeline - 1)
+        table.append(replace(constant, logits=of_logits, activations=most.activations - of_logits))
+    return tuple(table)
+
+
+def memory_program(plan: Plan) -> Program:
+    """A short program with the same peak on every stage.
+
+    The peak is reached once the pipeline is full and `ahead` micro-batches more are recovered; further
+    micro-batches repeat. Gathers and reductions have no saved activations.
+    """
+    enough = 2 * plan.pipeline + plan.ahead + 1
+    layout = plan.layout().with_(microbatches=min(plan.micro_batches, enough), replicas=1, zero=0)
+    return build(layout, "steady", plan.passes)
+
+
+def activation_peak(
+    kept: Sequence[int],
+    whole: Sequence[int],
+    working: Sequence[int],
+    in_flight: int,
+    ahead: int | None,
+    elided: bool,
+) -> int:
+    """Closed form of the activations in `program.memory.peak` of one stage, for the search.
+
+    kept, whole  bytes per block on its rung, and on `keep`
+    working      bytes per block while it runs
+    in_flight    micro-batches at once
+    ahead        as in Layout; None without forward-side recovery
+    elided       nothing is dropped (then one micro-batch is in flight)
+    """
+    if elided:
+        kept, ahead = whole, None
+    dropped = any(k < w for k, w in zip(kept, whole))
+    newest = _at_work(kept, working)
+    if not dropped:
+        return in_flight * sum(kept) + newest
+    if ahead is None or ahead == 0:
+        live = in_flight * sum(kept)
+        early = whole[-1] - kept[-1] if ahead == 0 and in_flight > 1 else 0
+        backward = max(
+            w - k + work - sum(kept[i + 1 :]) for i, (k, w, work) in enumerate(zip(kept, whole, working))
+        )
+        return live + max(early + newest, backward)
+    recovered = min(ahead + 1, in_flight)
+    live = (in_flight - recovered) * sum(kept) + recovered * sum(whole)
+    return live + (newest if recovered < in_flight else _at_work(whole, working))
+
+
+def _at_work(held: Sequence[int], working: Sequence[int]) -> int:
+    """The most that a pass over the blocks adds to all being held: what works less what is not yet held."""
+    most, missing = 0, 0
+    for bytes_held, work in zip(reversed(held), reversed(working)):
+        most = max(most, work - missing)
+        missing += bytes_held
+    return most
+
+
+@lru_cache(maxsize=65536)
+def _stage(model: StateModel, layers: int, first: bool, last: bool) -> StageMemory:
+    spec, precision, data = model.spec, model.precision, model.data
+    middle = ["layer0"] * layers
+    lead = [TIED if spec.tied else EMBED] if first else []
+    close = ([HEAD] if first and spec.tied else [TIED, HEAD] if spec.tied else [HEAD]) if last else []
+    order = [*lead, *middle, *close]
+    sizes = {unit: model.padded(unit) for unit in set(order)}
+    whole = sum(sizes[unit] for unit in order)
+    owned = whole // data if model.zero else whole
+    tied_twice = spec.tied and first and last  # read by two blocks of one stage
+    across = spec.tied and first != last
+
+    views, gathered = whole, 0
+    if model.sharded_views:
+        stays = sum(sizes[u] for u in order if u == TIED)
+        views = stays + (whole - stays) // data
+        passing = [sizes[u] for u in order if u != TIED]
+        gathered = _window(passing, [(0, 0), (-1, -1)], model.overlapped_gather)
+    gradients, unreduced = whole, 0
+    if model.sharded_gradients:
+        gradients = whole // data
+        shared = [sizes[u] for u in order if not (u == TIED and tied_twice)]
+        unreduced = _window(shared, [(0, -1)], model.overlapped_sync) + (sizes[TIED] if tied_twice else 0)
+    return StageMemory(
+        runtime=model.runtime_base,
+        views=views * precision.view_bytes,
+        gathered=gathered * precision.view_bytes,
+        gradients=gradients * precision.grad_bytes,
+        unreduced=unreduced * precision.grad_bytes,
+        shard=owned * precision.shard_bytes,
+        communication=POSTED * model.message * 2 * ((not first) + (not last))
+        + _reduction(model, max(sizes.values()))
+        + (sizes[TIED] // (data if model.zero else 1) * precision.grad_bytes if across else 0),
+    )
+
+
+def _window(sizes: Sequence[int], wraps: Sequence[tuple[int, int]], overlapped: bool) -> int:
+    """Elements of the largest neighbours in order of use, `wraps` naming the neighbours where it turns."""
+    assert WINDOW == 2
+    if not sizes:
+        return 0
+    if not overlapped:
+        return max(sizes)
+    return max(a + b for a, b in [*pairwise(sizes), *((sizes[i], sizes[k]) for i, k in wraps)])
+
+
+def _reduction(model: StateModel, largest: int) -> int:
+    """Bytes that a reduction over the replicas receives into, and casts into where the wire has another
+    dtype than the accumulation."""
+    if model.data == 1:
+        return 0
+    precision = model.precision
+    part = largest // model.data * precision.reduce_bytes
+    if model.operators == "mt3000":
+        return 2 * min(part, _PIECE)
+    return (model.data - 1) * part * (1 if precision.reduce == precision.grad else 2)
