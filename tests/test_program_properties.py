@@ -4,8 +4,8 @@ import time
 from collections import Counter
 
 from hypothesis import given, settings
-from program_strategies import layouts, pass_sets, programs
 
+from program_strategies import layouts, pass_sets, programs
 from ratrain.program.action import Kind, parse
 from ratrain.program.checker import check, require_legal
 from ratrain.program.graph import group, lower
@@ -63,7 +63,12 @@ def test_passes_change_when_not_what(layout: Layout, passes: set[str]) -> None:
         assert all(a.kind is Kind.RECOVER and (stage, a.microbatch) in passed.elided for a in elided)
         summed = (Kind.GRAD_SYNC, Kind.TIED_SYNC, Kind.GRAD_NORM)
         orders = [
-            [a for stream in ("compute", "sync") for a in program.lane(stage).get(stream, ()) if a.kind in summed]
+            [
+                a
+                for stream in ("compute", "sync")
+                for a in program.lane(stage).get(stream, ())
+                if a.kind in summed
+            ]
             for program in (base, passed)
         ]
         assert orders[0] == orders[1]
