@@ -29,6 +29,13 @@ SPECS = {
     "qwen2": ModelSpec.from_dict(CONFIG | {"architectures": ["Qwen2ForCausalLM"]}),
     "window": ModelSpec.from_dict(CONFIG | {"architectures": ["MistralForCausalLM"], "sliding_window": 8}),
 }
+BAICHUAN = {key: value for key, value in CONFIG.items() if key not in ("head_dim", "num_key_value_heads")} | {
+    "architectures": ["BaichuanForCausalLM"]
+}
+SPECS |= {
+    "baichuan2-7b": ModelSpec.from_dict(BAICHUAN | {"max_position_embeddings": 64}),
+    "baichuan2-13b": ModelSpec.from_dict(BAICHUAN),
+}
 BATCH, SEQ = 2, 48
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM
 
+from model_chain import BATCH, SEQ, Chain, assert_close_gradients, batch
 from ratrain.errors import UserError
-from ratrain.model.blocks import Block, bind, build_block, build_positions, initial_value
+from ratrain.model.blocks import bind, build_block, build_positions, initial_value
 from ratrain.model.families import hf_config
-from ratrain.model.main_grad import attach_main_grad
 from ratrain.model.segment import forward
 from ratrain.model.spec import RUNGS, ModelSpec
 
@@ -53,74 +53,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral-window": MISTRAL | {"sliding_window": 8},
 }
 MODELS = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "mistral": MistralForCausalLM}
-SEQ = 32
-BATCH = 2
-
-
-class Chain:
-    """All blocks of a model in one process, gradients in `main_grad`: what the runtime does, without it."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        dtype: torch.dtype = torch.float32,
-        frozen: tuple[str, ...] = (),
-        main_grads: bool = True,
-        **options: Any,
-    ) -> None:
-        self.spec = spec
-        positions = build_positions(spec, SEQ, dtype)
-        self.weights = {
-            name: initial_value(spec, name, shape.shape, seed=1).to(dtype)
-            for name, shape in spec.all_parameters().items()
-        }
-        for name, value in self.weights.items():  # so that biases and norms matter
-            if value.ndim == 1:
-                value.add_(0.3 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name))))
-        self.blocks: list[Block] = [
-            build_block(spec, name, positions, dtype, **options) for name in spec.block_names()
-        ]
-        # Garbage first: a fresh gradient must be overwritten, not added to.
-        self.grads = {name: torch.full_like(value, torch.nan) for name, value in self.weights.items()}
-        self.parameters: dict[str, nn.Parameter] = {}
-        for block in self.blocks:
-            names = [shape.name for shape in spec.parameters(block.name)]
-            for name, parameter in bind(block, {name: self.weights[name] for name in names}, frozen).items():
-                self.parameters[name] = parameter
-                if name == "model.embed_tokens.weight" and block.name == "head":
-                    self.grads["head copy"] = torch.full_like(parameter, torch.nan)
-                    attach_main_grad(parameter, self.grads["head copy"])
-                elif main_grads and parameter.requires_grad:
-                    attach_main_grad(parameter, self.grads[name])
-
-    def step(self, micro_batches: list[tuple[Tensor, Tensor]], rung: str = "keep") -> Tensor:
-        """Loss of a step; gradients are left in `grads`."""
-        denominator = sum(int((targets != -100).sum()) for _, targets in micro_batches)
-        total = torch.zeros(())
-        for ids, targets in micro_batches:
-            value, segments = ids, []
-            for number, block in enumerate(self.blocks):
-                inputs = (value, targets, denominator) if block.name == "head" else (value,)
-                torch.manual_seed(number)
-                value, segment = forward(block, inputs, rung, grad=True)
-                segments.append(segment)
-            total = total + value
-            gradient = None
-            for number, segment in reversed(list(enumerate(segments))):
-                torch.manual_seed(number)
-                segment.recover()
-                gradient = segment.backward(gradient)
-        if "head copy" in self.grads:
-            self.grads["model.embed_tokens.weight"] += self.grads.pop("head copy")
-        return total
-
-
-def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, 256, (BATCH, SEQ), generator=generator)
-    targets = torch.randint(0, 256, (BATCH, SEQ), generator=generator)
-    targets[0, :5] = -100
-    return ids, targets
 
 
 def reference(spec: ModelSpec, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -132,13 +64,8 @@ def reference(spec: ModelSpec, weights: dict[str, Tensor], dtype: torch.dtype = 
     return model.train()
 
 
-def assert_close_gradients(found: dict[str, Tensor], model: nn.Module, bound: float) -> None:
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    assert found.keys() == expected.keys()
-    norm = torch.sqrt(sum(g.pow(2).sum() for g in expected.values()))
-    for name, gradient in expected.items():
-        error = (found[name] - gradient).norm() / max(gradient.norm(), 1e-3 * norm)
-        assert error < bound, f"{name}: {error}"
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -154,13 +81,9 @@ def test_loss_and_gradients_equal_transformers(config: dict[str, Any]) -> None:
     expected = nn.functional.cross_entropy(torch.cat(logits).flatten(0, 1), targets.flatten())
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
-    assert_close_gradients(chain.grads, model, 1e-5)
+    assert_close_gradients(chain.grads, gradients(model), 1e-5)
 
-    value = data[0][0]
-    with torch.no_grad():
-        for block in chain.blocks[:-1]:
-            value = block(value)
-        torch.testing.assert_close(chain.blocks[-1].logits(value), logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(chain.logits(data[0][0]), logits[0].detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_fp64_gradients_equal_transformers() -> None:
@@ -173,7 +96,7 @@ def test_fp64_gradients_equal_transformers() -> None:
     expected.backward()
     assert loss.dtype == torch.float64
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
-    assert_close_gradients(chain.grads, model, 1e-10)
+    assert_close_gradients(chain.grads, gradients(model), 1e-10)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -225,15 +148,18 @@ def test_without_main_grad_gradients_are_autograds() -> None:
 
 def test_accumulation_in_fp32_under_bf16_views() -> None:
     spec = ModelSpec.from_dict(TINY)
-    chain = Chain(spec, torch.bfloat16)
-    wide = {name: torch.full(value.shape, torch.nan) for name, value in chain.weights.items()}
-    for name, parameter in chain.parameters.items():
-        attach_main_grad(parameter, wide[name])
-    chain.step([batch(0), batch(1)])
-    for parameter in chain.parameters.values():
-        assert parameter.grad is None
-    assert all(gradient.dtype == torch.float32 and gradient.isfinite().all() for gradient in wide.values())
-    assert any((gradient != gradient.bfloat16()).any() for gradient in wide.values())
+    first, second, both = (Chain(spec, torch.bfloat16, grad_dtype=torch.float32) for _ in range(3))
+    first.step([batch(0)])
+    second.step([batch(1)])
+    both.step([batch(0), batch(1)])
+    assert all(parameter.grad is None for parameter in both.parameters.values())
+    # Both micro-batches have as many targets, so the step's gradient is the mean of theirs, not rounded to bf16.
+    for name, gradient in both.grads.items():
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(
+            gradient, (first.grads[name] + second.grads[name]) / 2, rtol=1e-5, atol=1e-9
+        )
+    assert any((gradient != gradient.bfloat16()).any() for gradient in both.grads.values())
 
 
 @pytest.mark.parametrize("slice_tokens", [1, 7, 64, 1000])

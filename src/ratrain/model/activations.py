@@ -64,8 +64,9 @@ def working_bytes(
     if block == "head":
         rows = min(slice_tokens, tokens) if slice_tokens else tokens
         sliced = rows * spec.vocab * view_bytes if slice_tokens else 0
-        in_loss_precision = rows * spec.vocab * _FP32 if view_bytes < _FP32 else 0
-        return tokens * spec.hidden * view_bytes + sliced + max(in_loss_precision, largest)
+        # Normalised rows need logits and gradient side by side; a loss in fp32 needs a copy of 16-bit logits.
+        copies = (view_bytes if spec.head_normalised else 0) + (_FP32 if view_bytes < _FP32 else 0)
+        return tokens * spec.hidden * view_bytes + sliced + max(rows * spec.vocab * copies, largest)
     # While the gradient of the SwiGLU product is taken apart its two factors' gradients exist beside it, and
     # the product itself is gone.
     inside = max(2 * spec.intermediate, spec.hidden + spec.query_width + 2 * spec.kv_width)
@@ -74,11 +75,22 @@ def working_bytes(
     return tokens * inside * view_bytes + scores + largest
 
 
+def table_bytes(spec: ModelSpec, seq_len: int, view_bytes: int) -> int:
+    """Bytes of the position table that all layers of a rank share: rotary sines and cosines, and the masks of
+    ALiBi and of sliding windows shorter than the sequence."""
+    if spec.positions == "alibi":
+        return spec.heads * seq_len * seq_len * view_bytes
+    masks = {window for window in spec.windows if window is not None and window < seq_len}
+    return (2 * seq_len * spec.head_dim + len(masks) * seq_len * seq_len) * view_bytes
+
+
 def _head(spec: ModelSpec, rung: Rung, tokens: int, view_bytes: int, slice_tokens: int) -> int:
     held = tokens * (spec.hidden * view_bytes + _INT64)
     if rung != "keep":
         return held
     logits = 0 if slice_tokens else tokens * spec.vocab * view_bytes
+    if spec.head_normalised:
+        held += spec.vocab * max(_FP32, view_bytes)
     return held + _norm(tokens, spec.hidden, view_bytes, input_held=True) + logits
 
 

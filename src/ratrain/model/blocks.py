@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ratrain.model.embedding import lookup
-from ratrain.model.families import decoder_layer, head_weight, position_table, rms_norm
-from ratrain.model.head import head_loss, plain_head_loss
+from ratrain.model.families import decoder_layer, position_table, rms_norm
+from ratrain.model.head import head_loss, plain_head_loss, plain_logits
 from ratrain.model.linear import Linear
 from ratrain.model.positions import PositionTable
 from ratrain.model.spec import ModelSpec, layer_index
@@ -114,15 +114,15 @@ class HeadBlock(Block):
 
     def logits(self, x: Tensor) -> Tensor:
         """`[batch, seq, hidden]` to `[batch, seq, vocab]`, in the dtype of the weights."""
-        return nn.functional.linear(self.norm(x), head_weight(self.spec, self.weight))
+        return plain_logits(self.norm(x), self.weight, self.spec.head_normalised)
 
     def forward(self, x: Tensor, targets: Tensor, denominator: int) -> Tensor:
         """Sum of token losses over `targets` (int64 `[batch, seq]`, -100 ignored) divided by `denominator`
         (target tokens of the global batch): fp32, or fp64 in an fp64 model."""
-        hidden, weight = self.norm(x), head_weight(self.spec, self.weight)
+        arguments = (self.norm(x), self.weight, targets, denominator, self.spec.head_normalised)
         if self.own_backward:
-            return head_loss(hidden, weight, targets, denominator, self.slice_tokens)
-        return plain_head_loss(hidden, weight, targets, denominator)
+            return head_loss(*arguments, self.slice_tokens)
+        return plain_head_loss(*arguments)
 
 
 def build_block(

@@ -8,6 +8,9 @@ With `slice_tokens` not even that buffer exists: forward and backward go through
 backward multiplies again, one third more work in the head for memory that does not grow with the
 micro-batch. Slices are of tokens, not of the vocabulary, because each token's softmax is then complete
 within its slice, so loss and gradient are the unsliced formulas.
+
+Baichuan2 normalises the rows of its head. Scaling a column of the logits by one over its row's norm does the
+same, without a second matrix of the head's size.
 """
 
 from __future__ import annotations
@@ -17,42 +20,54 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ratrain.model.main_grad import accumulate_product, has_main_grad
+from ratrain.model.main_grad import accumulate_product, has_main_grad, subtract_scaled_rows
 
 IGNORED = -100
 """Target of a token that does not count."""
+_SMALLEST_NORM = 1e-12
 
 
 def head_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, denominator: int, slice_tokens: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    denominator: int,
+    normalised: bool = False,
+    slice_tokens: int | None = None,
 ) -> Tensor:
     """Sum of the token losses divided by `denominator`.
 
     Args:
-        hidden: `[batch, seq, hidden]`, normalised.
+        hidden: `[batch, seq, hidden]`, after the final norm.
         weight: `[vocab, hidden]`.
         targets: int64 `[batch, seq]`, `IGNORED` where no token counts.
         denominator: target tokens of the global batch, at least 1.
+        normalised: whether each row of `weight` counts as if of length 1.
         slice_tokens: tokens whose logits exist at a time; None holds all of them until the backward.
 
     Returns:
         A scalar, fp32, or fp64 if `hidden` is fp64.
     """
     keep_logits = torch.is_grad_enabled() and slice_tokens is None
-    result: Tensor = _HeadLoss.apply(hidden, weight, targets, denominator, slice_tokens, keep_logits)
+    result: Tensor = _HeadLoss.apply(
+        hidden, weight, targets, denominator, normalised, slice_tokens, keep_logits
+    )
     return result
 
 
-def plain_head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, denominator: int) -> Tensor:
-    """`head_loss` in plain autograd, which can differentiate through a computed weight."""
-    logits = nn.functional.linear(hidden, weight)
+def plain_head_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, denominator: int, normalised: bool = False
+) -> Tensor:
+    """`head_loss` in plain autograd, to compare with."""
+    logits = plain_logits(hidden, weight, normalised)
     logits = logits.to(_loss_dtype(logits)).view(-1, weight.shape[0])
     total = nn.functional.cross_entropy(logits, targets.reshape(-1), ignore_index=IGNORED, reduction="sum")
     return total / denominator
 
 
-def _loss_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def plain_logits(hidden: Tensor, weight: Tensor, normalised: bool = False) -> Tensor:
+    """`[batch, seq, vocab]`, in the dtype of `hidden`."""
+    return nn.functional.linear(hidden, nn.functional.normalize(weight) if normalised else weight)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -63,19 +78,22 @@ class _HeadLoss(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         denominator: int,
+        normalised: bool,
         slice_tokens: int | None,
         keep_logits: bool,
     ) -> Tensor:
         rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        inverse_norms = _inverse_norms(weight) if normalised else None
         total = torch.zeros((), dtype=_loss_dtype(hidden), device=hidden.device)
         logits = None
         for part in _slices(len(labels), slice_tokens):
-            logits = rows[part] @ weight.t()
-            total += _loss_sum(logits, labels[part])
+            logits = _logits(rows[part], weight, inverse_norms)
+            # The gradient of normalised rows needs the logits themselves later.
+            total += _loss_sum(logits, labels[part], overwrite=not normalised)
             if not keep_logits:
                 logits = None  # before the next slice is made
         # The backward writes over this buffer, so it is no business of save_for_backward.
-        ctx.logits = logits
+        ctx.logits, ctx.inverse_norms = logits, inverse_norms
         ctx.save_for_backward(hidden, targets)
         ctx.weight, ctx.denominator, ctx.slice_tokens = weight, denominator, slice_tokens
         return total / denominator
@@ -87,20 +105,41 @@ class _HeadLoss(torch.autograd.Function):
         scale = grads[0] / ctx.denominator
         grad_rows = torch.empty_like(rows)
         grad_weight = None
+        if ctx.needs_input_grad[1] and not has_main_grad(weight):
+            grad_weight = torch.zeros_like(weight)
         for part in _slices(len(labels), ctx.slice_tokens):
-            logits = rows[part] @ weight.t() if ctx.logits is None else ctx.logits
-            ctx.logits = None
-            grad_logits = _to_gradient(logits, labels[part], scale)
-            torch.mm(grad_logits, weight, out=grad_rows[part])
-            if not ctx.needs_input_grad[1]:
-                pass
-            elif has_main_grad(weight):
-                accumulate_product(weight, grad_logits.t(), rows[part])
+            logits = _logits(rows[part], weight, ctx.inverse_norms) if ctx.logits is None else ctx.logits
+            ctx.logits = along_rows = None
+            if ctx.inverse_norms is None:
+                grad_logits = _to_gradient(logits, labels[part], scale, overwrite=True)
             else:
-                product = grad_logits.t() @ rows[part]
-                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+                grad_logits = _to_gradient(logits, labels[part], scale, overwrite=False)
+                # A row's gradient loses its component along the row: sum of gradient x logit, over length.
+                along_rows = logits.mul_(grad_logits).sum(0, dtype=scale.dtype) * ctx.inverse_norms**2
+                logits = grad_logits.mul_(ctx.inverse_norms.to(grad_logits.dtype))
+            torch.mm(grad_logits, weight, out=grad_rows[part])
+            if ctx.needs_input_grad[1]:
+                _add_weight_gradient(weight, grad_weight, grad_logits, rows[part], along_rows)
             del logits, grad_logits  # before the next slice is made
-        return grad_rows.view(hidden.shape), grad_weight, None, None, None, None
+        return grad_rows.view(hidden.shape), grad_weight, None, None, None, None, None
+
+
+def _add_weight_gradient(
+    weight: Tensor, grad_weight: Tensor | None, grad_logits: Tensor, rows: Tensor, along_rows: Tensor | None
+) -> None:
+    """Add `grad_logits.T @ rows - along_rows * weight` to `grad_weight`, or if that is None to `main_grad`."""
+    if grad_weight is None:
+        accumulate_product(weight, grad_logits.t(), rows)
+        if along_rows is not None:
+            subtract_scaled_rows(weight, along_rows, weight)
+        return
+    grad_weight.addmm_(grad_logits.t(), rows)
+    if along_rows is not None:
+        grad_weight.sub_(along_rows.unsqueeze(1).to(weight.dtype) * weight)
+
+
+def _loss_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _slices(tokens: int, size: int | None) -> list[slice]:
@@ -109,22 +148,37 @@ def _slices(tokens: int, size: int | None) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the token losses. Logits (`[tokens, vocab]`) in the precision of the loss are overwritten by
-    their log-softmax, which serves the backward as well."""
+def _inverse_norms(weight: Tensor) -> Tensor:
+    norms = torch.linalg.vector_norm(weight, dim=1, dtype=_loss_dtype(weight))
+    return norms.clamp_min(_SMALLEST_NORM).reciprocal()
+
+
+def _logits(rows: Tensor, weight: Tensor, inverse_norms: Tensor | None) -> Tensor:
+    logits = rows @ weight.t()
+    return logits if inverse_norms is None else logits.mul_(inverse_norms.to(logits.dtype))
+
+
+def _loss_sum(logits: Tensor, labels: Tensor, overwrite: bool) -> Tensor:
+    """Sum of the token losses. With `overwrite`, logits (`[tokens, vocab]`) in the precision of the loss
+    become their log-softmax, which serves the backward as well."""
     wide = logits.to(_loss_dtype(logits))
-    torch.log_softmax(wide, -1, out=wide)
+    in_place = overwrite or wide is not logits
+    logarithms = torch.log_softmax(wide, -1, out=wide) if in_place else torch.log_softmax(wide, -1)
     counted = labels != IGNORED
-    return -wide.gather(1, labels.where(counted, 0).unsqueeze(1)).squeeze(1).where(counted, 0).sum()
+    chosen = logarithms.gather(1, labels.where(counted, 0).unsqueeze(1)).squeeze(1)
+    return -chosen.where(counted, 0).sum()
 
 
-def _to_gradient(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    """Gradient of `scale * sum of token losses`, written over the logits (`[tokens, vocab]`) or their
-    log-softmax, whose softmax is the same."""
-    probabilities = logits.to(_loss_dtype(logits))
-    torch.softmax(probabilities, -1, out=probabilities)
+def _to_gradient(logits: Tensor, labels: Tensor, scale: Tensor, overwrite: bool) -> Tensor:
+    """Gradient of `scale * sum of token losses` in the dtype of the logits (`[tokens, vocab]`) or of their
+    log-softmax, whose softmax is the same; written over them with `overwrite`."""
+    wide = logits.to(_loss_dtype(logits))
+    in_place = overwrite or wide is not logits
+    gradient = torch.softmax(wide, -1, out=wide) if in_place else torch.softmax(wide, -1)
     counted = labels != IGNORED
     row = torch.arange(len(labels), device=labels.device)
-    probabilities[row, labels.where(counted, 0)] -= 1
-    probabilities.mul_((counted * scale).unsqueeze(1))
-    return logits if probabilities is logits else logits.copy_(probabilities)
+    gradient[row, labels.where(counted, 0)] -= 1
+    gradient.mul_((counted * scale).unsqueeze(1))
+    if gradient.dtype == logits.dtype:
+        return gradient
+    return logits.copy_(gradient) if overwrite else gradient.to(logits.dtype)

@@ -75,6 +75,13 @@ def accumulate_rows(parameter: Tensor, rows: Tensor, gradient: Tensor) -> None:
         main_grad.index_add_(0, rows, gradient)
 
 
+def subtract_scaled_rows(parameter: Tensor, scales: Tensor, matrix: Tensor) -> None:
+    """Subtract `scales[i] * matrix[i]` from row i of a `main_grad` that has been contributed to already."""
+    holder: Any = parameter
+    main_grad: Tensor = holder.main_grad
+    main_grad.addcmul_(matrix, scales.unsqueeze(1).to(main_grad.dtype), value=-1)
+
+
 def _take(parameter: Tensor) -> tuple[Tensor, bool]:
     holder: Any = parameter
     fresh: bool = holder.main_grad_fresh

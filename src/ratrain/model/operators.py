@@ -47,7 +47,7 @@ def forward_operators(spec: ModelSpec, block: str, micro_batch: int, seq_len: in
 
 def _head(spec: ModelSpec, tokens: int) -> Iterator[Operator]:
     yield _norm("norm", tokens, spec.hidden)
-    if spec.family == "baichuan":
+    if spec.head_normalised:
         yield _norm("normalise_rows", spec.vocab, spec.hidden)
     yield _matmul("lm_head", tokens, spec.vocab, spec.hidden)
     # Maximum, subtraction, exponential, sum and logarithm: about five operations an element.

@@ -108,6 +108,11 @@ class ModelSpec:
         """Name of the matrix that the LM head multiplies by."""
         return "model.embed_tokens.weight" if self.tied else "lm_head.weight"
 
+    @property
+    def head_normalised(self) -> bool:
+        """Whether the LM head's rows count as if of length 1 (Baichuan2)."""
+        return self.family == "baichuan"
+
     def block_names(self) -> tuple[str, ...]:
         """`("embed", "layer0", ..., "layer{n-1}", "head")`, in forward order."""
         return ("embed", *(f"layer{index}" for index in range(self.layers)), "head")
