@@ -145,6 +145,9 @@ class RunConfig:
     passes: tuple[str, ...] | str = _doc("lifecycle passes: all, none, or a list of names", "all")
     out: str = _doc("run folder", "runs/run")
     trace_steps: int = _doc("last steps kept in trace.json", 3, least=1)
+    log_microbatches: bool = _doc(
+        "write sample ids and loss of every micro-batch to samples-RANK.jsonl", False
+    )
     delay: float = _doc("for tests: random extra seconds before each communication counts as done", 0.0)
     in_place_grads: bool = _doc("weight gradients accumulate straight into the flat buffer", True)
 

@@ -1,0 +1,46 @@
+"""`ratrain export`: a checkpoint as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ratrain.errors import UserError
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("checkpoint", type=Path, help="checkpoint, or run folder (its newest checkpoint)")
+    parser.add_argument("folder", type=Path, help="where to write the model")
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="of the weights")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    from ratrain.model.spec import load_spec
+    from ratrain.run_folder import CHECKPOINTS, MODEL_JSON, TOKENIZER
+    from ratrain.runtime.manifest import complete, read_manifest
+
+    folder: Path = args.checkpoint
+    if (folder / CHECKPOINTS).is_dir():
+        found = complete(folder / CHECKPOINTS)
+        if not found:
+            raise UserError(f"{folder}: no complete checkpoint in it; train further, or name one")
+        folder = found[-1]
+    manifest = read_manifest(folder)
+    home = folder.resolve().parent.parent
+    if not (home / MODEL_JSON).is_file():
+        raise UserError(f"{folder}: no {MODEL_JSON} in {home}; leave checkpoints inside their run folder")
+    spec = load_spec(home / MODEL_JSON)
+
+    from ratrain.model.export import export
+    from ratrain.runtime.build import DTYPES
+    from ratrain.runtime.checkpoint import read_weights
+
+    read = read_weights(folder, manifest.shapes)
+    dtype = DTYPES[args.dtype]
+    tokenizer = home / TOKENIZER
+    extra = sorted(p for p in tokenizer.iterdir() if p.is_file()) if tokenizer.is_dir() else []
+    export(args.folder, spec, ((name, read(name).to(dtype)) for name in manifest.shapes), extra, replace=True)
+    print(f"exported {folder} (step {manifest.step}) to {args.folder}")
+    return 0

@@ -1,0 +1,208 @@
+"""What a run needs to know before any process starts, and the folder that keeps it.
+
+`prepare_run` does everything that can fail on bad input: configuration, model, plan, program, weights, data,
+checkpoint. Workers only read what it wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ratrain.config import Config, load_config, to_toml
+from ratrain.errors import UserError
+from ratrain.model.spec import ModelSpec, load_spec
+from ratrain.plan.plan import Plan, load_plan
+
+RUN_TOML, PLAN_JSON, SETUP_JSON = "run.toml", "plan.json", "setup.json"
+MODEL_JSON, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"
+SPLIT_SEED = 0
+"""Of the train/validation split and the tokenizer's sample: runs with other train.seed stay comparable."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, ready to start.
+
+    train, validation  token stores; validation None: no evaluation
+    resume             checkpoint to start from, None: fresh
+    statistics         what is known of the data, for people
+    """
+
+    folder: Path
+    config: Config
+    spec: ModelSpec
+    plan: Plan
+    train: Path
+    validation: Path | None
+    resume: Path | None
+    statistics: dict[str, Any]
+    identity: dict[str, Any]
+
+
+def resolve_plan(config: Config, spec: ModelSpec, plan_file: Path | None, devices: int | None) -> Plan:
+    """The plan in `plan_file`, or the one that `config` resolves to; its program checked against the
+    budget."""
+    from ratrain.plan.resolve import resolve
+
+    if plan_file is None:
+        return resolve(config, spec, devices=devices)
+    plan = load_plan(plan_file)
+    plan.require_model(spec)
+    for name, want, have in (
+        ("data.seq_len", config.data.seq_len, plan.seq_len),
+        ("train.global_batch", config.train.global_batch, plan.global_batch),
+    ):
+        if want != have:
+            raise UserError(f"{plan_file}: planned for {name} = {have}, the run has {want}; plan again")
+    if devices is not None and devices != plan.ranks:
+        raise UserError(f"{plan_file}: a plan for {plan.ranks} processes, but {devices} are to run")
+    return plan
+
+
+def check_programs(plan: Plan, spec: ModelSpec) -> None:
+    """Raises UserError if a program of the plan is illegal or does not fit."""
+    from ratrain.plan.memory import footprints
+    from ratrain.program.checker import ProgramError, require_legal
+
+    shapes = footprints(spec, plan)
+    for form in ("first", "steady", "flush", "evaluate"):
+        try:
+            require_legal(plan.program(form), shapes, plan.budget)
+        except ProgramError as error:
+            raise UserError(f"{form} program: {error.violations[0].message}") from None
+
+
+def prepare_run(
+    config: Config,
+    plan_file: Path | None = None,
+    devices: int | None = None,
+    resume: str = "auto",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Run:
+    """Checks everything and writes the run folder. Raises UserError, nothing half-written."""
+    from ratrain.data.prepare import prepare
+    from ratrain.data.store import open_store
+
+    spec = load_spec(Path(config.model.config))
+    plan = resolve_plan(config, spec, plan_file, devices)
+    if plan.tensor != 1:
+        raise UserError(f"parallel.tensor = {plan.tensor}: only 1 runs so far; plan with parallel.tensor = 1")
+    check_programs(plan, spec)
+    _check_weights(config, spec)
+    tokenizer = None if config.data.tokenizer == "train" else config.data.tokenizer
+    prepared = prepare(
+        config.data.corpus,
+        config.data.validation or None,
+        tokenizer,
+        spec.vocab,
+        config.data.cache,
+        SPLIT_SEED,
+        progress,
+        skip_bad=config.data.skip_bad,
+    )
+    store = open_store(prepared.train, vocab_size=spec.vocab)
+    if prepared.validation is not None:
+        open_store(prepared.validation, vocab_size=spec.vocab)
+    identity = {
+        "data.seq_len": plan.seq_len,
+        "train.global_batch": plan.global_batch,
+        "train.seed": config.train.seed,
+        "corpus checksum": store.header.checksum,
+    }
+    folder = Path(config.run.out)
+    chosen = find_checkpoint(folder, resume, spec, identity)
+    run = Run(
+        folder,
+        config,
+        spec,
+        plan,
+        prepared.train.resolve(),
+        prepared.validation.resolve() if prepared.validation is not None else None,
+        chosen,
+        dataclasses.asdict(prepared.statistics),
+        identity,
+    )
+    _write(run, prepared.tokenizer)
+    return run
+
+
+def find_checkpoint(folder: Path, resume: str, spec: ModelSpec, identity: dict[str, Any]) -> Path | None:
+    """The checkpoint that `resume` (auto, never, or a path) means; UserError if it does not fit this run."""
+    if resume == "never":
+        return None
+    from ratrain.runtime.manifest import check_fits, complete, read_manifest
+
+    if resume == "auto":
+        found = complete(folder / CHECKPOINTS)
+        if not found:
+            return None
+        path = found[-1]
+    else:
+        path = Path(resume)
+    shapes = {name: list(p.shape) for name, p in spec.all_parameters().items()}
+    check_fits(read_manifest(path), path, shapes, identity)
+    return path
+
+
+def read_run(folder: Path) -> Run:
+    """What `prepare_run` wrote."""
+    config = load_config(folder / RUN_TOML)
+    setup = json.loads((folder / SETUP_JSON).read_text())
+    return Run(
+        folder,
+        config,
+        load_spec(folder / MODEL_JSON),
+        load_plan(folder / PLAN_JSON),
+        Path(setup["train"]),
+        Path(setup["validation"]) if setup["validation"] else None,
+        Path(setup["resume"]) if setup["resume"] else None,
+        setup["statistics"],
+        setup["identity"],
+    )
+
+
+def model_folder(config: Config) -> Path | None:
+    """The folder whose weights are to be loaded; None where fresh ones are wanted."""
+    path = Path(config.model.config)
+    folder = path if path.is_dir() else path.parent
+    if config.model.weights == "none":
+        return None
+    from ratrain.model.weights import has_weights
+
+    return folder if has_weights(folder) else None
+
+
+def _check_weights(config: Config, spec: ModelSpec) -> None:
+    folder = model_folder(config)
+    if folder is not None:
+        from ratrain.model.weights import check_weights
+
+        check_weights(folder, spec)
+
+
+def _write(run: Run, tokenizer: Path | None) -> None:
+    folder = run.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RUN_TOML).write_text(to_toml(run.config))
+        run.plan.save(folder / PLAN_JSON)
+        (folder / MODEL_JSON).write_text(json.dumps(run.spec.raw, indent=1) + "\n")
+        if tokenizer is not None:
+            shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+            shutil.copytree(tokenizer, folder / TOKENIZER)
+        setup = {
+            "train": str(run.train),
+            "validation": str(run.validation) if run.validation else None,
+            "resume": str(run.resume) if run.resume else None,
+            "statistics": run.statistics,
+            "identity": run.identity,
+        }
+        (folder / SETUP_JSON).write_text(json.dumps(setup, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"run.out = {folder}: cannot be written ({error.strerror})") from None

@@ -1,0 +1,92 @@
+"""Puts one rank together: its units, its blocks bound to them, and the stage that works on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ratrain.model.blocks import bind, build_block, build_positions, initial_value
+from ratrain.model.spec import ModelSpec, ParameterShape
+from ratrain.program.layout import HEAD, TIED, Layout
+from ratrain.program.schedule import keeps_view
+from ratrain.runtime.collectives import RankOrderReducer
+from ratrain.runtime.mesh import Mesh
+from ratrain.runtime.optimizer import StepRule
+from ratrain.runtime.stage import Stage
+from ratrain.runtime.units import AdamW, StateUnit, UnitFormat
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Names of number formats in configuration and plan."""
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What shapes a stage besides its layout."""
+
+    seq_len: int
+    micro_batch: int
+    seed: int
+    formats: UnitFormat
+    adamw: AdamW
+
+
+def unit_parameters(spec: ModelSpec, layout: Layout, unit: str) -> tuple[ParameterShape, ...]:
+    """The parameters of a state unit. A tied matrix is a unit of its own; the head keeps its norm."""
+    if unit == TIED:
+        return spec.parameters("embed")
+    shared = {p.name for p in spec.parameters("embed")} if layout.tied and unit == HEAD else set()
+    return tuple(p for p in spec.parameters(unit) if p.name not in shared)
+
+
+def build_stage(
+    spec: ModelSpec,
+    layout: Layout,
+    mesh: Mesh,
+    settings: StageSettings,
+    rule: StepRule,
+    device: torch.device,
+    value: Callable[[ParameterShape], Tensor] | None = None,
+) -> Stage:
+    """The stage of this rank with its parameters in place.
+
+    value  gives a parameter's initial value (any float dtype); None: fresh ones from the seed
+    """
+    read = value or (lambda p: initial_value(spec, p.name, p.shape, settings.seed))
+    view_reducer = RankOrderReducer(mesh.prefetch)
+    grad_reducer = RankOrderReducer(
+        mesh.sync, None if settings.formats.wire == settings.formats.grad else settings.formats.wire
+    )
+    units: dict[str, StateUnit] = {}
+    for unit in layout.units[mesh.stage]:
+        units[unit.name] = StateUnit(
+            unit.name,
+            unit_parameters(spec, layout, unit.name),
+            layout.zero if layout.replicas > 1 else 0,
+            grad_reducer,
+            view_reducer,
+            settings.formats,
+            settings.adamw,
+            device,
+            keeps_view(layout, unit.name),
+            counts_in_norm=not (unit.name == TIED and layout.tied_across and mesh.stage > 0),
+        )
+        units[unit.name].load_parameters(read)
+    positions = build_positions(spec, settings.seq_len, settings.formats.view, device)
+    blocks = {}
+    for name in layout.stages[mesh.stage]:
+        block = build_block(spec, name, positions, settings.formats.view)
+        tensors: dict[str, Tensor] = {}
+        for unit_name in layout.reads(name):
+            held = units[unit_name]
+            tensors |= held.parameter_views([p.name for p in held.parameters])
+        bound = bind(block, tensors)
+        for unit in layout.units[mesh.stage]:
+            if unit.name in layout.reads(name):
+                mine = {p.name: bound[p.name] for p in units[unit.name].parameters}
+                units[unit.name].attach(mine, first_reader=unit.readers[-1] == name)
+        blocks[name] = block
+    draws = spec.dropout > 0
+    return Stage(mesh, layout, blocks, units, settings.micro_batch, settings.seed, rule, draws, device)

@@ -1,0 +1,306 @@
+"""State units: flat buffers of parameters, their gradients, the shard this rank owns and its optimizer.
+
+A unit's buffer holds its decayed parameters first, then the undecayed ones, then padding to a multiple of
+the replicas. Rank r of D owns the r-th of D equal slices, so one message moves a shard; the slice contains at
+most one stretch of each decay class, and AdamW sees at most two tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ratrain.model.main_grad import attach_main_grad
+from ratrain.model.spec import ParameterShape
+from ratrain.runtime.collectives import RankOrderReducer
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Optimizer settings that do not change during a run."""
+
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one parameter inside this rank's shard.
+
+    offset  first element within the flattened parameter
+    start   first element within the shard
+    """
+
+    name: str
+    offset: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class UnitFormat:
+    """Precisions of a unit: what is read, where gradients accumulate, and what the optimizer keeps."""
+
+    view: torch.dtype
+    grad: torch.dtype
+    wire: torch.dtype
+
+    @property
+    def master(self) -> torch.dtype:
+        """fp32 under 16-bit views, else the view's own dtype."""
+        return self.view if self.view in (torch.float32, torch.float64) else torch.float32
+
+
+class StateUnit:
+    """One unit on one rank: view, gradient, shard, optimizer.
+
+    view      1-D [padded], what forward and backward read
+    grad      1-D [padded] accumulator, or None while none exists (ZeRO-2, 3)
+    master    1-D [shard], the weights that this rank updates; a slice of the view where dtypes agree
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[ParameterShape],
+        zero: int,
+        sync: RankOrderReducer,
+        views: RankOrderReducer,
+        formats: UnitFormat,
+        adamw: AdamW,
+        device: torch.device,
+        keeps_view: bool,
+        counts_in_norm: bool = True,
+    ) -> None:
+        """
+        zero            level; 0 with one replica
+        sync, views     gradients and views over the replicas (size 1 with one)
+        keeps_view      False: the view exists only between a gather and its release (ZeRO-3)
+        counts_in_norm  False on the stage that holds the second copy of a tied matrix
+        """
+        self.name, self.zero, self.formats, self.sync, self.views = name, zero, formats, sync, views
+        self.keeps_view, self.counts_in_norm = keeps_view, counts_in_norm
+        self.parameters = tuple(sorted(parameters, key=lambda p: not p.decay))
+        self.decayed = sum(p.size for p in self.parameters if p.decay)
+        self.count = sum(p.size for p in self.parameters)
+        self.padded = math.ceil(self.count / sync.size) * sync.size
+        share = self.padded // sync.size if zero > 0 else self.padded
+        self.low = sync.me * share if zero > 0 else 0
+        self.high = self.low + share
+        self.offsets: dict[str, int] = {}
+        at = 0
+        for p in self.parameters:
+            self.offsets[p.name] = at
+            at += p.size
+        self.view = torch.zeros(self.padded, dtype=formats.view, device=device)
+        own = self.view[self.low : self.high]
+        shares = formats.master == formats.view and keeps_view
+        self.master = own if shares else torch.zeros(share, dtype=formats.master, device=device)
+        self.device = device
+        self._bound: list[nn.Parameter] = []
+        self._first_reader: list[bool] = []
+        self.grad: Tensor | None = None
+        self.shard_grad: Tensor | None = None
+        self.shard_fresh = True
+        if self.partial:
+            self.shard_grad = torch.zeros(share, dtype=formats.grad, device=device)
+        else:
+            self.grad = torch.zeros(self.padded, dtype=formats.grad, device=device)
+        self._pieces = self._decay_pieces()
+        self.optimizer = self._make_optimizer(adamw)
+
+    @property
+    def partial(self) -> bool:
+        """Whether only this rank's slice of the gradient outlives a micro-batch (ZeRO-2, 3)."""
+        return self.zero >= 2 and self.sync.size > 1
+
+    def parameter_views(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors of the named parameters as windows of the view."""
+        shapes = {p.name: p for p in self.parameters}
+        return {
+            n: self.view[self.offsets[n] : self.offsets[n] + shapes[n].size].view(shapes[n].shape)
+            for n in names
+        }
+
+    def attach(self, bound: dict[str, nn.Parameter], first_reader: bool) -> None:
+        """Registers bound parameters of one reading block.
+
+        first_reader  whether that block is the one whose backward runs first, and so overwrites
+        """
+        for name, parameter in bound.items():
+            self._bound.append(parameter)
+            self._first_reader.append(first_reader)
+            parameter.ratrain_offset = self.offsets[name]  # type: ignore[attr-defined]
+        if self.grad is not None:
+            self._aim(self.grad)
+
+    def open_gradient(self) -> None:
+        """Makes an unsharded gradient exist for the coming backward (ZeRO-2, 3); no-op if there is one."""
+        if self.grad is None:
+            self.grad = torch.empty(self.padded, dtype=self.formats.grad, device=self.device)
+            self.grad[self.count :].zero_()
+            self._aim(self.grad)
+
+    def synchronise(self) -> None:
+        """Sums the gradient over replicas in rank order: this rank's slice (ZeRO >= 1), or all of it."""
+        assert self.grad is not None
+        if self.zero == 0:
+            self.sync.all_reduce(self.grad)
+            return
+        own = self.sync.reduce_scatter(self.grad)
+        if self.partial:
+            assert self.shard_grad is not None
+            if self.shard_fresh:
+                self.shard_grad.copy_(own)
+                self.shard_fresh = False
+            else:
+                self.shard_grad += own
+
+    def shard_gradient(self) -> Tensor:
+        """1-D [shard], the gradient of the weights that this rank updates."""
+        if self.shard_grad is not None:
+            return self.shard_grad
+        assert self.grad is not None
+        return self.grad[self.low : self.high]
+
+    def squared_norm(self) -> float:
+        """Sum of squares of the shard's gradient in fp64. Over all ranks each element is counted once, or
+        `replicas` times under ZeRO-0: the caller knows."""
+        return float(torch.linalg.vector_norm(self.shard_gradient(), dtype=torch.float64).item()) ** 2
+
+    def update(self, lr: float, scale: float) -> None:
+        """One AdamW step on the shard; the gradient is multiplied by `scale` first (clipping, loss scale).
+
+        Where the view is not the master itself, the own slice of the view is refreshed.
+        """
+        gradient = self.shard_gradient()
+        if scale != 1.0:
+            gradient *= scale
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            for parameter in group["params"]:
+                low, high = parameter.ratrain_span
+                parameter.grad = gradient[low:high].to(self.master.dtype)
+        self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        self.publish()
+
+    def publish(self) -> None:
+        """Writes the master into the own slice of the view, unless it is that slice (or none exists)."""
+        if self.keeps_view and self.master.data_ptr() != self.view[self.low :].data_ptr():
+            self.view[self.low : self.high].copy_(self.master)
+
+    def gather_view(self) -> None:
+        """Fills the view from all owners. ZeRO-3: gives it memory first."""
+        if self.zero == 0:
+            return
+        if not self.keeps_view:
+            self._allocate_view()
+            with torch.autograd._unsafe_preserve_version_counter(self.view):
+                self.view[self.low : self.high].copy_(self.master)
+                self.views.all_gather(self.view)
+            return
+        self.views.all_gather(self.view)
+
+    def release_view(self) -> None:
+        """ZeRO-3: returns the view's memory; tensors that autograd saved keep their identity."""
+        self.view.untyped_storage().resize_(0)
+
+    def _allocate_view(self) -> None:
+        self.view.untyped_storage().resize_(self.padded * self.view.itemsize)
+
+    def release_microbatch_gradient(self) -> None:
+        """ZeRO-2, 3: the unsharded gradient of a micro-batch is not needed any more."""
+        if self.partial:
+            self.grad = None
+            for parameter in self._bound:
+                parameter.main_grad = None  # type: ignore[attr-defined]
+
+    def release_gradient(self) -> None:
+        """The step's gradient has been used: the next contribution overwrites instead of adding."""
+        self.shard_fresh = True
+        if not self.partial:
+            self._freshen()
+
+    def pieces(self) -> list[Piece]:
+        """Which stretches of which parameters this rank's shard holds, padding left out."""
+        found = []
+        for p in self.parameters:
+            begin = self.offsets[p.name]
+            low, high = max(begin, self.low), min(begin + p.size, self.high)
+            if low < high:
+                found.append(Piece(p.name, low - begin, low - self.low, high - low))
+        return found
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """First and second AdamW moments, 1-D [shard] each, as buffers that the optimizer updates."""
+        return self._exp_avg, self._exp_avg_sq
+
+    def set_updates(self, count: int) -> None:
+        """Sets AdamW's step count (bias correction) after a checkpoint was read."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter]["step"].fill_(count)
+
+    def load_parameters(self, value: Callable[[ParameterShape], Tensor]) -> None:
+        """Sets master (and view) from whole parameter values, one at a time."""
+        if not self.keeps_view:
+            self._allocate_view()
+        with torch.no_grad():
+            for p in self.parameters:
+                begin = self.offsets[p.name]
+                whole = value(p).reshape(-1)
+                self.view[begin : begin + p.size].copy_(whole)
+                low, high = max(begin, self.low), min(begin + p.size, self.high)
+                if low < high:  # from the source, not from a rounded view
+                    self.master[low - self.low : high - self.low].copy_(whole[low - begin : high - begin])
+        if not self.keeps_view:
+            self.release_view()
+
+    def _aim(self, gradient: Tensor) -> None:
+        for parameter, first in zip(self._bound, self._first_reader):
+            low = parameter.ratrain_offset  # type: ignore[attr-defined]
+            attach_main_grad(parameter, gradient[low : low + parameter.numel()].view(parameter.shape))
+            parameter.main_grad_fresh = first  # type: ignore[attr-defined]
+
+    def _freshen(self) -> None:
+        for parameter, first in zip(self._bound, self._first_reader):
+            parameter.main_grad_fresh = first  # type: ignore[attr-defined]
+
+    def _decay_pieces(self) -> list[tuple[int, int, bool]]:
+        """(start, stop, decayed) stretches of the shard; padding counts as undecayed."""
+        cut = min(max(self.decayed - self.low, 0), self.high - self.low)
+        stretches = [(0, cut, True), (cut, self.high - self.low, False)]
+        return [s for s in stretches if s[0] < s[1]]
+
+    def _make_optimizer(self, adamw: AdamW) -> torch.optim.AdamW:
+        self._exp_avg = torch.zeros_like(self.master)
+        self._exp_avg_sq = torch.zeros_like(self.master)
+        groups = []
+        for start, stop, decayed in self._pieces:
+            parameter = nn.Parameter(self.master[start:stop])
+            parameter.ratrain_span = (start, stop)  # type: ignore[attr-defined]
+            groups.append({"params": [parameter], "weight_decay": adamw.weight_decay if decayed else 0.0})
+        optimizer = torch.optim.AdamW(
+            groups or [{"params": [nn.Parameter(self.master)]}],
+            lr=0.0,
+            betas=(adamw.beta1, adamw.beta2),
+            eps=adamw.eps,
+            fused=True,
+        )
+        for group, (start, stop, _) in zip(optimizer.param_groups, self._pieces):
+            # Made here and not by the first step, so that peak memory is known from the start.
+            optimizer.state[group["params"][0]] = {
+                "step": torch.zeros((), dtype=torch.float32, device=self.device),
+                "exp_avg": self._exp_avg[start:stop],
+                "exp_avg_sq": self._exp_avg_sq[start:stop],
+            }
+        return optimizer
