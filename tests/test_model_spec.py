@@ -113,6 +113,8 @@ def test_baichuan2_types_are_told_apart_by_their_positions() -> None:
         ({"hidden_size": 60}, "head_dim 15 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected silu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        ({"attention_dropout": 1.0}, "attention_dropout is 1.0"),
+        ({"max_position_embeddings": "far"}, "max_position_embeddings is 'far'"),
         ({"pad_token_id": 256}, "pad_token_id is 256"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; expected a number"),
         ({"architectures": ["BaichuanForCausalLM"], "vocab_size": 64000}, "first generation"),

@@ -286,7 +286,12 @@ class _Reader:
             raise self.fail(f"rope_parameters is {rope!r}; expected an object")
         vocab = self.size("vocab_size")
         biased = bool(self.config.get("attention_bias", False)) and family == "llama"
-        max_positions = self.config.get("max_position_embeddings") or _DEFAULT_MAX_POSITIONS[family]
+        max_positions = _DEFAULT_MAX_POSITIONS[family]
+        if self.config.get("max_position_embeddings") is not None:
+            max_positions = self.size("max_position_embeddings")
+        dropout = self.number("attention_dropout", 0.0)
+        if not 0 <= dropout < 1:
+            raise self.fail(f"attention_dropout is {dropout}; expected at least 0 and below 1")
         return ModelSpec(
             family=family,
             hidden=hidden,
@@ -306,7 +311,7 @@ class _Reader:
             rope_theta=self.number("rope_theta", float((rope or {}).get("rope_theta") or 10000.0)),
             norm_eps=self.number("rms_norm_eps", 1e-6),
             initializer_range=self.number("initializer_range", 0.02),
-            dropout=self.number("attention_dropout", 0.0),
+            dropout=dropout,
             windows=self.windows(family, layers),
             pad_token=self.pad_token(vocab),
             rope_scaling=rope,
@@ -359,10 +364,10 @@ class _Reader:
             return (window,) * layers
         types = self.config.get("layer_types")
         if types is None:
-            first = self.config.get("max_window_layers", 28)
+            first = self.number("max_window_layers", 28)
             return tuple(window if index >= first else None for index in range(layers))
-        if len(types) != layers:
-            raise self.fail(f"layer_types has {len(types)} entries; expected num_hidden_layers, {layers}")
+        if not isinstance(types, list) or len(types) != layers:
+            raise self.fail(f"layer_types does not name a type for each of num_hidden_layers {layers} layers")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
 
     def pad_token(self, vocab: int) -> int | None:
