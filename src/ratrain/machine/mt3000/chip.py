@@ -13,7 +13,13 @@ CHIPS = Path(__file__).parent / "chips"
 SECTIONS = ("cluster", "memory", "dma", "core", "kernel")
 DTYPE_BYTES = {"fp16": 2, "fp32": 4, "fp64": 8, "i64": 8}
 ACCUMULATOR = {"fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}
-MAY_BE_ZERO = {"launch_seconds", "barrier_cycles", "gsm_latency_cycles", "ddr_latency_seconds", "issue_cycles"}
+MAY_BE_ZERO = {
+    "launch_seconds",
+    "barrier_cycles",
+    "gsm_latency_cycles",
+    "ddr_latency_seconds",
+    "issue_cycles",
+}
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,15 @@ def load_chip(name: str = "mt3000") -> Chip:
     path = CHIPS / f"{name}.toml" if not name.endswith(".toml") else Path(name)
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in CHIPS.glob("*.toml")))
-        raise UserError(f"chip {name!r}: no such chip or file; give one of {known}, or the path of a .toml file")
+        raise UserError(
+            f"chip {name!r}: no such chip or file; give one of {known}, or the path of a .toml file"
+        )
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise UserError(f"{path}: not a TOML file ({problem}); copy one of the shipped chips and edit it") from None
+        raise UserError(
+            f"{path}: not a TOML file ({problem}); copy one of the shipped chips and edit it"
+        ) from None
     found: dict[str, object] = {"name": data.get("name", path.stem), "title": data.get("title", path.stem)}
     for section in SECTIONS:
         entries = data.get(section, {})
@@ -108,7 +118,9 @@ def load_chip(name: str = "mt3000") -> Chip:
         for key, entry in entries.items():
             value = entry.get("value") if isinstance(entry, dict) else entry
             if isinstance(value, bool) == (key != "nt_in_am") or not isinstance(value, int | float):
-                raise UserError(f"{path}: {section}.{key} is {value!r}; expected a number, as {{ value = ..., source = ... }}")
+                raise UserError(
+                    f"{path}: {section}.{key} is {value!r}; expected a number, as {{ value = ..., source = ... }}"
+                )
             if value < 0 or (value == 0 and key not in MAY_BE_ZERO and key != "nt_in_am"):
                 raise UserError(f"{path}: {section}.{key} is {value}; it must be greater than 0")
             found[key] = value

@@ -183,7 +183,13 @@ class _Reader:
         if frames and not (loop.chained and frame.primed):
             self.prologue(loop.body, frames[0].env, clock, core)
         for inner in frames:
-            key = (id(loop), self.signature(inner.env), self.signature(inner.after), inner.primed, clock.state())
+            key = (
+                id(loop),
+                self.signature(inner.env),
+                self.signature(inner.after),
+                inner.primed,
+                clock.state(),
+            )
             known = self.times.get(key)
             if known is None:
                 start, busy = clock.now, clock.busy()
@@ -250,5 +256,3 @@ class _Reader:
         if key not in self.counts:
             self.counts[key] = self.count(loop.body, env, core)
         return self.counts[key]
-
-

@@ -21,6 +21,7 @@ from ratrain.machine.mt3000.schedule import (
     LEGAL_PATHS,
     Barrier,
     Buffer,
+    Causal,
     Dma,
     Env,
     Frame,
@@ -80,7 +81,9 @@ class _Executor:
         rates = Rates(chip, schedule.cores)
         self.clocks = [CoreClock(rates) for _ in range(schedule.cores)]
         self.flights: list[dict[str, list[_Flight]]] = [{} for _ in range(schedule.cores)]
-        self.turns: list[dict[str, int]] = [{b.name: 0 for b in schedule.buffers} for _ in range(schedule.cores)]
+        self.turns: list[dict[str, int]] = [
+            {b.name: 0 for b in schedule.buffers} for _ in range(schedule.cores)
+        ]
         self.slots: dict[tuple[str, int], list[Slot]] = {}
         self.arenas: list[Arena] = []
         self.epoch = 0
@@ -206,7 +209,7 @@ class _Executor:
                         self.turn(statement, core)
                 case Pick():
                     self.alone(statement.body, Frame(self.picked(statement, frame.env), None, False), core)
-                case Split() | Scope():
+                case Split() | Causal():
                     self.alone(statement.body, frame.narrowed(statement, core, self.schedule), core)
 
     def collective(self, statement: Statement) -> bool:
@@ -226,6 +229,11 @@ class _Executor:
         return frames
 
     def begin(self, loop: Loop, frame: Frame, core: int) -> None:
+        for name in loop.keeps:
+            slot = self.slot(core, name)
+            region = tuple(frame.env[dim] for dim in slot.buffer.dims)
+            if slot.origin != region:
+                slot.bind(region)
         for name in loop.rotates:
             buffer = self.schedule.places[name]
             assert isinstance(buffer, Buffer)
@@ -275,7 +283,9 @@ class _Executor:
         if path[0] == "ddr" and dma.src in self.hazardous:
             for name, taken in self.storing:
                 if name == dma.src and all(_overlap(a, b) for a, b in zip(taken, region)):
-                    raise MemoryFault(f"{dma.src}: {source.nbytes} bytes of ddr read while a store to them is under way")
+                    raise MemoryFault(
+                        f"{dma.src}: {source.nbytes} bytes of ddr read while a store to them is under way"
+                    )
         if source_slot is not None:
             source_slot.read_by(core, self.epoch)
             source_slot.leaving += 1
@@ -295,7 +305,9 @@ class _Executor:
             raise MemoryFault(f"{dma.tag}: more than {self.chip.channels} DMA channels in use on core {core}")
         self.clocks[core].start(dma.tag, "ddr" in path, target.nbytes, dma.broadcast)
 
-    def end(self, name: str, env: Env, dims: tuple[str, ...], core: int, ahead: int) -> tuple[np.ndarray, Slot | None]:
+    def end(
+        self, name: str, env: Env, dims: tuple[str, ...], core: int, ahead: int
+    ) -> tuple[np.ndarray, Slot | None]:
         """One end of a transfer: its array in the order of `dims`; other dimensions it has are of length 1 here."""
         place = self.schedule.places[name]
         slot = None
@@ -330,7 +342,9 @@ class _Executor:
         for role, name in kernel.args:
             place = self.schedule.places[name]
             if self.schedule.level(name) not in ("am", "sm"):
-                raise MemoryFault(f"{name}: a kernel can compute in AM and SM only, not in {self.schedule.level(name)}")
+                raise MemoryFault(
+                    f"{name}: a kernel can compute in AM and SM only, not in {self.schedule.level(name)}"
+                )
             region = tuple(env[dim] for dim in place.dims)
             if not all(region):
                 return

@@ -123,12 +123,17 @@ def build_gemm(chip: Chip, problem: Problem, tiles: Tiles) -> Schedule:
         (
             Wait("A_gsm>A_sm"),
             Dma("A_gsm", "A_sm", ahead=True),
-            Kernel("gemm", (("a", "A_sm"), ("b", "B_am"), ("c", "C_am")), (("m", "m"), ("n", "n"), ("k", "k"))),
+            Kernel(
+                "gemm", (("a", "A_sm"), ("b", "B_am"), ("c", "C_am")), (("m", "m"), ("n", "n"), ("k", "k"))
+            ),
         ),
         rotates=("A_sm",),
     )
     fetch_b = _fetch_b(tiles, flipped)
-    open_c, close_c = _open_c(tiles, partial, spills, split_k), _close_c(tiles, partial, spills, rounds, split_k)
+    open_c, close_c = (
+        _open_c(tiles, partial, spills, split_k),
+        _close_c(tiles, partial, spills, rounds, split_k),
+    )
     if split_k:
         share = -(-tiles.MA // tiles.PK)
         operands_share = (tiles.PK, tiles.MA, tiles.NA)
@@ -158,7 +163,9 @@ def build_gemm(chip: Chip, problem: Problem, tiles: Tiles) -> Schedule:
     if split_k:
         body = (Split("k", tiles.PK, body),)
     else:
-        body = (Split("m", tiles.PM, (Split("n", tiles.PN, body, unit=lanes),), stride=tiles.PN, unit=chip.rows),)
+        body = (
+            Split("m", tiles.PM, (Split("n", tiles.PN, body, unit=lanes),), stride=tiles.PN, unit=chip.rows),
+        )
     extents = {"m": problem.m, "n": problem.n, "k": problem.k}
     if split_k:
         extents["share"] = tiles.PK
@@ -188,7 +195,11 @@ def _panel(tiles: Tiles) -> tuple[Statement, ...]:
 def _fetch_b(tiles: Tiles, flipped: bool) -> tuple[Statement, ...]:
     target = "B_in" if flipped else "B_am"
     meet = (Barrier(),) if tiles.PM > 1 else ()
-    fetch: tuple[Statement, ...] = (Wait(f"B>{target}"), *meet, Dma("B", target, ahead=True, broadcast=tiles.PM))
+    fetch: tuple[Statement, ...] = (
+        Wait(f"B>{target}"),
+        *meet,
+        Dma("B", target, ahead=True, broadcast=tiles.PM),
+    )
     if flipped:
         fetch += (Kernel("transpose", (("src", "B_in"), ("dst", "B_am"))),)
     return fetch

@@ -1,4 +1,4 @@
-"""Which tiles: enumerate grids and tile sizes, bound each by a closed estimate, price the best few exactly."""
+"""Which tiles: enumerate grids and tile sizes, bound each by a closed estimate, price the best exactly."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from ratrain.machine.mt3000.cost import Cost, price
 from ratrain.machine.mt3000.gemm import Problem, Tiles, am_bytes, build_gemm, transposes_in_am
 from ratrain.machine.mt3000.kernels import gemm_cycles
 
-FINALISTS = 3
-DEPTHS = (64, 128, 256, 384, 512, 768, 1024, 2048)
+DEPTHS = (128, 256, 512, 768, 1024, 2048)
 TILE_KEYS = ("MG", "KG", "NA", "MA", "KA", "MS", "PM", "PN", "PK")
 
 
 @lru_cache(maxsize=4096)
 def best_gemm(
-    chip: Chip, problem: Problem, cores: int | None = None, fixed: tuple[tuple[str, int], ...] = (), split: str = "auto"
+    chip: Chip,
+    problem: Problem,
+    cores: int | None = None,
+    fixed: tuple[tuple[str, int], ...] = (),
+    split: str = "auto",
 ) -> Cost:
     """The cheapest schedule found, priced. `fixed` pins tile sizes; `split` pins the cores to n, m or k.
 
@@ -27,7 +30,9 @@ def best_gemm(
     """
     for name in "mnk":
         if getattr(problem, name) < 1:
-            raise UserError(f"{name.upper()} is {getattr(problem, name)}; a matrix dimension must be at least 1")
+            raise UserError(
+                f"{name.upper()} is {getattr(problem, name)}; a matrix dimension must be at least 1"
+            )
     cores = cores or chip.cores
     if not 1 <= cores <= chip.cores:
         raise UserError(f"cores is {cores}; {chip.name} has 1 to {chip.cores} cores per cluster")
@@ -36,26 +41,32 @@ def best_gemm(
         if key not in TILE_KEYS or value < 1:
             raise UserError(f"tile {key}={value}: expected one of {', '.join(TILE_KEYS)}, each at least 1")
     ranked = sorted(
-        ((estimate(chip, problem, tiles), index, tiles) for index, tiles in enumerate(candidates(chip, problem, cores, pinned, split))),
+        (
+            (estimate(chip, problem, tiles), index, tiles)
+            for index, tiles in enumerate(candidates(chip, problem, cores, pinned, split))
+        ),
         key=lambda entry: entry[:2],
     )
-    costs = []
+    # The estimate ranks well among schedules of one kind, less well between kinds: price the best of each.
+    costs: dict[tuple[int, bool, int], Cost] = {}
     for _, _, tiles in ranked:
-        schedule = build_gemm(chip, problem, tiles)
-        if schedule.fits(chip):
-            costs.append(price(schedule, chip, cores))
-            if len(costs) == FINALISTS:
-                break
+        kind = (tiles.a_copies, tiles.c_resident, tiles.PK)
+        if kind not in costs:
+            schedule = build_gemm(chip, problem, tiles)
+            if schedule.fits(chip):
+                costs[kind] = price(schedule, chip, cores)
     if not costs:
         asked = ", ".join(f"{key}={value}" for key, value in fixed) or "any tiles"
         raise UserError(
             f"{problem}: no schedule with {asked} fits {chip.name} (GSM {chip.gsm_bytes}, AM {chip.am_bytes}, "
             f"SM {chip.sm_bytes} bytes); give smaller tiles or fewer of them"
         )
-    return min(costs, key=lambda cost: cost.cycles)
+    return min(costs.values(), key=lambda cost: cost.cycles)
 
 
-def grids(problem: Problem, cores: int, chip: Chip, pinned: dict[str, int], split: str) -> Iterator[tuple[int, int, int]]:
+def grids(
+    problem: Problem, cores: int, chip: Chip, pinned: dict[str, int], split: str
+) -> Iterator[tuple[int, int, int]]:
     """(PM, PN, PK): core grids that leave no core without work."""
     columns, rows = ceil(problem.n / chip.lanes(problem.dtype)), ceil(problem.m / chip.rows)
     found = set()
@@ -84,7 +95,9 @@ def _parts(pieces: int, ways: int) -> int:
     return ceil(pieces / ceil(pieces / ways))
 
 
-def candidates(chip: Chip, problem: Problem, cores: int, pinned: dict[str, int], split: str) -> Iterator[Tiles]:
+def candidates(
+    chip: Chip, problem: Problem, cores: int, pinned: dict[str, int], split: str
+) -> Iterator[Tiles]:
     lanes, rows, size = chip.lanes(problem.dtype), chip.rows, DTYPE_BYTES[problem.dtype]
     for pm, pn, pk in grids(problem, cores, chip, pinned, split):
         m, n, k = ceil(problem.m / pm), ceil(problem.n / pn), ceil(problem.k / pk)
@@ -92,7 +105,11 @@ def candidates(chip: Chip, problem: Problem, cores: int, pinned: dict[str, int],
         n = ceil(n / lanes) * lanes
         deepest = pinned.get("KA", pinned.get("KG", k))
         depths = {pinned["KA"]} if "KA" in pinned else {min(d, k, deepest) for d in (*DEPTHS, k)}
-        widths = {pinned["NA"]} if "NA" in pinned else {min(n, lanes * w) for w in (1, 2, 3, 4, 6, 8)} | _even(n, lanes, chip)
+        widths = (
+            {pinned["NA"]}
+            if "NA" in pinned
+            else {min(n, lanes * w) for w in (1, 2, 3, 4, 6, 8)} | _even(n, lanes, chip)
+        )
         for ka in sorted(depths):
             ms = pinned.get("MS", min(m, chip.sm_bytes // (2 * ka * size) // rows * rows))
             if ms < 1:
@@ -108,7 +125,15 @@ def _even(n: int, lanes: int, chip: Chip) -> set[int]:
 
 
 def _panels(
-    chip: Chip, problem: Problem, pinned: dict[str, int], grid: tuple[int, int, int], m: int, k: int, ka: int, na: int, ms: int
+    chip: Chip,
+    problem: Problem,
+    pinned: dict[str, int],
+    grid: tuple[int, int, int],
+    m: int,
+    k: int,
+    ka: int,
+    na: int,
+    ms: int,
 ) -> Iterator[Tiles]:
     size, wide = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[ACCUMULATOR[problem.dtype]]
     pm, pn, pk = grid
@@ -125,14 +150,17 @@ def _panels(
             if not c_resident and kg > ka and "KA" not in pinned:
                 continue
             for a_copies in (1, 2) if pk == 1 else (1,):
-                for c_copies in (2, 3):
+                # C is loaded only where sums are spilled; then a third tile lets load, compute and store overlap.
+                for c_copies in (3,) if k > kg else (2,):
                     base = Tiles(1, kg, na, 0, ka, ms, pm, pn, pk, a_copies, c_copies, c_resident)
                     free = chip.am_bytes - am_bytes(chip, problem, base)
                     per_row = na * (c_copies * wide + (2 * size if size != wide else 0))
                     if pk > 1:
                         per_row += na * wide * 2
                     ma = min(m, free // per_row // chip.rows * chip.rows)
-                    ma = pinned.get("MA", pinned.get("MG", ma) if c_resident else min(ma, pinned.get("MG", ma)))
+                    ma = pinned.get(
+                        "MA", pinned.get("MG", ma) if c_resident else min(ma, pinned.get("MG", ma))
+                    )
                     panels = chip.gsm_bytes // (kg * size * a_copies * pm * pk)
                     if pk > 1:
                         panels -= na * wide * ma // (kg * size)

@@ -65,7 +65,9 @@ class Arena:
     def close(self) -> None:
         """MemoryFault if anything is still allocated."""
         if self.blocks:
-            leaked = ", ".join(f"{name} ({length} bytes)" for name, (_, length) in sorted(self.blocks.items()))
+            leaked = ", ".join(
+                f"{name} ({length} bytes)" for name, (_, length) in sorted(self.blocks.items())
+            )
             raise MemoryFault(f"{leaked}: leaked in {self.level}")
 
 
@@ -119,7 +121,9 @@ class Slot:
         if level == "gsm":
             self._meet(epoch)
             if self.writers - {core}:
-                raise MemoryFault(f"{name}: core {core} reads {size} bytes of {level} without a barrier after the write")
+                raise MemoryFault(
+                    f"{name}: core {core} reads {size} bytes of {level} without a barrier after the write"
+                )
             self.readers.add(core)
 
     def written_by(self, core: int, epoch: int, by_kernel: bool) -> None:
@@ -131,7 +135,9 @@ class Slot:
         if level == "gsm":
             self._meet(epoch)
             if self.readers - {core}:
-                raise MemoryFault(f"{name}: core {core} overwrites {size} bytes of {level} that others still read")
+                raise MemoryFault(
+                    f"{name}: core {core} overwrites {size} bytes of {level} that others still read"
+                )
             self.writers.add(core)
         self.filled = True
 

@@ -52,7 +52,9 @@ class Numeric:
 KERNELS: dict[str, Numeric] = {}
 
 
-def kernel(name: str, writes: str, updates: str = "") -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
+def kernel(
+    name: str, writes: str, updates: str = ""
+) -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
     def register(apply: Callable[[Call], None]) -> Callable[[Call], None]:
         updated = frozenset(updates.split())
         KERNELS[name] = Numeric(apply, frozenset(writes.split()) | updated, updated)

@@ -15,7 +15,15 @@ from functools import cached_property
 from ratrain.machine.mt3000.chip import DTYPE_BYTES, Chip
 
 Env = dict[str, range]
-LEGAL_PATHS = {("ddr", "gsm"), ("gsm", "ddr"), ("ddr", "am"), ("am", "ddr"), ("gsm", "am"), ("am", "gsm"), ("gsm", "sm")}
+LEGAL_PATHS = {
+    ("ddr", "gsm"),
+    ("gsm", "ddr"),
+    ("ddr", "am"),
+    ("am", "ddr"),
+    ("gsm", "am"),
+    ("am", "gsm"),
+    ("gsm", "sm"),
+}
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,7 @@ class Loop:
 
     `until=q`: causal, only indices that some index of dimension q may attend to. `chained`: transfers issued
     ahead run on into the first tile of the parent loop's next iteration, so the pipeline does not drain between.
+    `keeps` names buffers that hold the loop's region and keep their contents when the region comes again.
     """
 
     dim: str
@@ -120,6 +129,7 @@ class Loop:
     rotates: tuple[str, ...] = ()
     until: str | None = None
     chained: bool = False
+    keeps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,7 +321,8 @@ def _body_lines(body: tuple[Statement, ...], indent: str) -> Iterator[str]:
                 rotates = f" rotating {', '.join(statement.rotates)}" if statement.rotates else ""
                 until = f" until {statement.until}" if statement.until else ""
                 chained = " chained" if statement.chained else ""
-                yield f"{indent}for {statement.dim} by {statement.tile}{until}{chained}{rotates}:"
+                keeps = f" keeping {', '.join(statement.keeps)}" if statement.keeps else ""
+                yield f"{indent}for {statement.dim} by {statement.tile}{until}{chained}{rotates}{keeps}:"
             case Split():
                 how = "strided" if statement.strided else f"unit {statement.unit}"
                 yield f"{indent}split {statement.dim} {statement.ways} ways over cores ({how}):"
