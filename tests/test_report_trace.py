@@ -1,10 +1,10 @@
 """trace.json: what Perfetto is given, and that nothing is lost on the way."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from report_samples import mesh, run_program
 
 from ratrain.errors import UserError
 from ratrain.program.action import Action, Kind, parse
@@ -13,6 +13,7 @@ from ratrain.program.program import STREAMS
 from ratrain.program.timeline import Row, Timeline
 from ratrain.report.places import Place, places_of
 from ratrain.report.trace import read_places, read_trace, write_trace
+from report_samples import mesh, run_program
 
 LAYOUT = Layout.even(2, 2, replicas=2, microbatches=4)
 
@@ -80,7 +81,7 @@ def test_slices_of_one_thread_do_not_overlap(tmp_path: Path) -> None:
         by_thread.setdefault(e["tid"], []).append((e["ts"], e["ts"] + e["dur"]))
     assert len(by_thread) == 3
     for spans in by_thread.values():
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
 def test_places_are_guessed_from_the_actions(timeline: Timeline) -> None:
@@ -88,10 +89,12 @@ def test_places_are_guessed_from_the_actions(timeline: Timeline) -> None:
     assert places_of(timeline, [Place(0, 0, 9)])[0] == Place(0, 0, 9)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"ratrain": {}}', '{"ratrain": {"timeline": {"version": 9}}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{}", '{"ratrain": {}}', '{"ratrain": {"timeline": {"version": 9}}}']
+)
 def test_foreign_files_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
-    with pytest.raises(UserError, match="trace.json") as error:
+    with pytest.raises(UserError, match=r"trace\.json") as error:
         read_trace(path)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""A step as compact data for the Gantt chart that `gantt.js` draws.
+"""A step as compact data for the Gantt chart that `gantt_draw.js` draws.
 
 Times are whole ticks; a row is ROW_FIELDS numbers in a flat list per stream. Action names are shared shapes,
 such as ``FORWARD(s0,layer3,m#)``, with the micro-batch number put in for ``#``.

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from ratrain.config import format_bytes
+from ratrain.program.program import STREAMS
 from ratrain.report.account import Account, account_of, seconds, words
 from ratrain.report.files import write_whole
 from ratrain.report.forecast import Forecast
@@ -25,6 +26,8 @@ from ratrain.report.sections import (
     tiles,
 )
 from ratrain.report.steps import Step, steps_of, typical
+
+_SCRIPTS = ("gantt_data.js", "gantt_draw.js", "gantt_pointer.js")
 
 
 def write_report(folder: Path) -> Path:
@@ -120,12 +123,13 @@ def _gantt(steps: Mapping[str, Step], places: Mapping[str, Sequence[Place]]) -> 
         f'<section id="gantt"><h2>Where the time went</h2><p class="soft">{escape(which)}'
         f"{escape(''.join(f', {note}' for note in notes))}. Solid bars are work, hatched ones waiting, "
         "in the colour of what was awaited; numbers are micro-batches. Bold ticks bound the step on each "
-        "rank, from its first FORWARD to its next; what belongs to a neighbouring step is pale.</p>"
+        "rank, from its first FORWARD to its next; what belongs to a neighbouring step is pale. "
+        f"Thin rows are the other streams: {', '.join(STREAMS[1:])}.</p>"
         f'<div class="bar">{"".join(controls)}</div>{kinds_legend(used)}'
         '<div class="chart"><canvas tabindex="0" role="img" aria-label="Gantt chart of one training step">'
         '</canvas><div class="tip" hidden></div></div></section>'
         f'<script type="application/json" id="gantt-data">{text}</script>'
-        f"<script>{_asset('gantt.js')}</script>"
+        f'<script type="module">{"".join(map(_asset, _SCRIPTS))}</script>'
     )
 
 

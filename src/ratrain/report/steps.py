@@ -72,11 +72,11 @@ def steps_of(timeline: Timeline) -> list[Step]:
 
 
 def typical(steps: Sequence[Step]) -> Step | None:
-    """The step whose time is nearest to the median; None of none."""
+    """The step whose time is nearest to the median, the later of equals; None of none."""
     if not steps:
         return None
     median = statistics.median(step.time for step in steps)
-    return min(steps, key=lambda step: abs(step.time - median))
+    return min(reversed(steps), key=lambda step: abs(step.time - median))
 
 
 def _step(
