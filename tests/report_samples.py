@@ -184,14 +184,12 @@ def write_run(
     (folder / "plan.json").write_text(
         json.dumps(
             {
-                "layout": {
-                    "pipeline": layout.pipeline,
-                    "replicas": layout.replicas,
-                    "zero": layout.zero,
-                    "microbatches": layout.microbatches,
-                    "layers": layout.layer_counts,
-                    "recovery": "inputs",
-                },
+                "layers": layout.layer_counts,
+                "data": layout.replicas,
+                "zero": layout.zero,
+                "micro_batch": 2,
+                "global_batch": 2 * layout.microbatches * layout.replicas,
+                "rungs": layout.rungs,
                 "passes": list(PASSES),
             }
         )

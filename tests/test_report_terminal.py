@@ -40,8 +40,8 @@ def progress_lines(steps: int, seconds_per_step: float, **options: int) -> list[
 
 def test_a_line_tells_everything() -> None:
     line = progress_lines(40, 0.1)[0]
-    expected = ["step 1/40", "loss 4.0000", "12,346 tok/s", "exposed 20%", "mem 1.50 GB/2.00 GB", "0:20 left"]
-    assert line.split("  ") == expected
+    expected = ["step 1/40", "loss 4.0000", "12,346 tok/s", "exposed 20%", "0:20 left", "mem 1.50/2.00 GB"]
+    assert line.split("  ") == expected and len(line) <= 80
 
 
 def test_plain_lines_come_every_n_steps_and_with_the_last() -> None:
@@ -77,10 +77,11 @@ def test_one_live_line_on_a_terminal() -> None:
     for step in (1, 2, 3):
         progress.update(metrics(step))
     progress.note("note [bold]")
+    progress.update({"step": 3, "eval_loss": 2.0})
     progress.stop()
     progress.stop()
     text = out.getvalue()
-    assert "step 1/3" in text and "step 3/3" in text and "note [bold]" in text
+    assert "step 1/3" in text and "step 3/3" in text and "note [bold]" in text and "eval 2.0000" in text
     assert text.index("note [bold]") < text.rindex("step 3/3")
 
 

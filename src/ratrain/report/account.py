@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -122,27 +123,27 @@ def words(run: RunFolder, account: Account) -> list[str]:
     return paragraphs
 
 
-def layout_words(about: Mapping[str, Any], ranks: int) -> str:
-    """The layout in a phrase; empty where the run does not tell it."""
-    layout = about.get("layout")
-    if isinstance(layout, str):
-        return layout
-    if not isinstance(layout, Mapping):
+def layout_words(plan: Mapping[str, Any], ranks: int) -> str:
+    """The layout of `plan` (the object in plan.json) in a phrase; the number of ranks where there is none."""
+    if "layers" not in plan or "data" not in plan:
         return f"{ranks} ranks" if ranks else ""
-    parts = []
-    if "pipeline" in layout:
-        parts.append(f"{layout['pipeline']} stages × {layout.get('replicas', 1)} replicas")
-    if "layers" in layout:
-        runs = [(n, len(list(same))) for n, same in itertools.groupby(layout["layers"])]
-        counts = " + ".join(f"{times}×{n}" if times > 1 else str(n) for n, times in runs)
-        parts.append(f"layers {counts}")
-    if "zero" in layout:
-        parts.append(f"ZeRO-{layout['zero']}")
-    if "microbatches" in layout:
-        parts.append(f"{layout['microbatches']} micro-batches")
-    if "recovery" in layout:
-        parts.append(f"recovery {layout['recovery']}")
+    stages, replicas = len(plan["layers"]), plan["data"]
+    parts = [f"{_count(stages, 'stage')} × {_count(replicas, 'replica')}"]
+    runs = [(n, len(list(same))) for n, same in itertools.groupby(plan["layers"])]
+    parts.append("layers " + " + ".join(f"{times}×{n}" if times > 1 else str(n) for n, times in runs))
+    if "zero" in plan:
+        parts.append(f"ZeRO-{plan['zero']}")
+    if "global_batch" in plan and "micro_batch" in plan:
+        parts.append(_count(plan["global_batch"] // (plan["micro_batch"] * replicas), "micro-batch", "es"))
+    if "rungs" in plan:
+        rungs = Counter(rung for stage in plan["rungs"] for rung in stage)
+        dropped = ", ".join(f"{rung} on {_count(n, 'block')}" for rung, n in rungs.items() if rung != "keep")
+        parts.append(f"recovery {dropped}" if dropped else "no recovery")
     return ", ".join(parts)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def seconds(value: float) -> str:

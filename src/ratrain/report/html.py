@@ -108,7 +108,8 @@ def _gantt(steps: Mapping[str, Step], places: Mapping[str, Sequence[Place]]) -> 
     data = gantt(dict(steps), dict(places))
     used = {row.action.kind for step in steps.values() for rows in step.rows.values() for row in rows}
     both = len(steps) > 1
-    which = " and ".join(f"{name} step {step.number}" for name, step in steps.items())
+    counted = {name: f" step {step.number + 1}" if name == "measured" else "" for name, step in steps.items()}
+    which = " and ".join(name + number for name, number in counted.items()).capitalize()
     notes = sorted({entry["note"] for entry in data["sets"] if entry["note"]})
     sources = _buttons("source", ["both", *steps] if both else [])
     controls = [

@@ -59,7 +59,10 @@ def kinds_legend(used: Collection[Kind]) -> str:
     """Colours of the kinds of action in `used`, and the hatching of waits."""
     entries = [(name, kinds[0].value) for name, kinds in _LEGEND.items() if set(kinds) & set(used)]
     inner = "".join(_key(name, f"var(--{kind})") for name, kind in entries)
-    return f'<div class="legend">{inner}<span><i class="wait"></i>waiting (hatched)</span></div>'
+    waits = (
+        '<span><i class="wait"></i>waiting</span><span><i class="wait idle"></i>idle, nothing awaited</span>'
+    )
+    return f'<div class="legend">{inner}{waits}</div>'
 
 
 def exposure(
@@ -86,7 +89,9 @@ def exposure(
         )
     legend = "".join(_key(cause, f"var(--{cause})") for cause in order)
     mean, most = main.exposed
-    text = f"Of the step shown, less FORWARD and BACKWARD: {seconds(mean)} on average, {seconds(most)} at worst."
+    text = (
+        f"Of the step shown, less FORWARD and BACKWARD: {seconds(mean)} on average, {seconds(most)} at worst."
+    )
     text += _left_out(known, shown) + (" Thin bars: the forecast." if second else "")
     return _section(
         "Exposed time by cause", text, f'<div class="legend">{legend}</div>' + bar_chart(bars, seconds)

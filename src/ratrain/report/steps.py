@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ratrain.program.action import Kind
@@ -17,7 +17,8 @@ class Step:
     number      of the step
     start, end  seconds: from the first FORWARD of any rank to the first FORWARD of the next step on the last
                 rank (end of the last row where the timeline ends)
-    rows        per rank all rows that overlap [start, end], neighbouring steps' too, in order of start
+    rows        per rank all rows that overlap [start, end], neighbouring steps' too, in order of start, and the
+                compute row after them, whose wait may reach into the step
     accounts    per rank where its own step went
     """
 
@@ -95,8 +96,16 @@ def _step(
     begins = {rank: compute[rank][opens[number][rank]].start for rank in lanes}
     start = min(begins.values())
     end = max(begins[rank] + accounts[rank].step for rank in lanes)
-    inside = {rank: [r for r in rows if r.end > start and r.start < end] for rank, rows in lanes.items()}
+    inside = {rank: list(_inside(rows, start, end)) for rank, rows in lanes.items()}
     return Step(number, start, end, inside, accounts)
+
+
+def _inside(rows: Sequence[Row], start: float, end: float) -> Iterator[Row]:
+    closed = False
+    for row in rows:
+        if row.end > start and (row.start < end or (row.stream == "compute" and not closed)):
+            closed = row.start >= end
+            yield row
 
 
 def _mean_max(values: Sequence[float]) -> tuple[float, float]:

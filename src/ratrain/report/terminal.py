@@ -41,7 +41,6 @@ class Progress:
         self._total, self._done = 0, 0
         self._shown_at: float | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._eval = ""
         self._live: Live | None = None
 
     def start(self, total: int, done: int = 0) -> None:
@@ -57,9 +56,7 @@ class Progress:
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Takes one object of metrics.jsonl: an update or an evaluation."""
         if "eval_loss" in metrics:
-            self._eval = f"eval {metrics['eval_loss']:.4f}"
-            if self._live is None:
-                self._print(f"step {metrics['step']}/{self._total}  {self._eval}")
+            self.note(f"step {metrics['step']}/{self._total}  eval {metrics['eval_loss']:.4f}")
             return
         if "step" not in metrics:
             return
@@ -89,25 +86,22 @@ class Progress:
             self._live = None
 
     def line(self, metrics: Mapping[str, Any]) -> str:
-        """The line for one update."""
+        """The line for one update: 80 columns hold it, and a narrower terminal cuts its end off."""
         parts = [f"step {self._done}/{self._total}"]
         if metrics.get("loss") is not None:
             parts.append(f"loss {metrics['loss']:.4f}")
         if metrics.get("skipped"):
             parts.append("skipped: gradient not finite")
-        if self._live is not None and self._eval:
-            parts.append(self._eval)
         if metrics.get("tokens_per_s") is not None:
             parts.append(f"{metrics['tokens_per_s']:,.0f} tok/s")
         exposed, step_time = metrics.get("exposed_s"), metrics.get("step_time_s")
         if exposed and step_time:
             parts.append(f"exposed {exposed['mean'] / step_time:.0%}")
-        if metrics.get("peak_bytes"):
-            memory = format_bytes(max(metrics["peak_bytes"]))
-            parts.append(f"mem {memory}" + (f"/{format_bytes(self._budget)}" if self._budget else ""))
         if self._recent:
             left = statistics.median(self._recent) * max(self._total - self._done, 0)
             parts.append(f"{_clock_text(left)} left")
+        if metrics.get("peak_bytes"):
+            parts.append(f"mem {_of(max(metrics['peak_bytes']), self._budget)}")
         return "  ".join(parts)
 
     def _due(self) -> bool:
@@ -120,6 +114,16 @@ class Progress:
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
+
+
+def _of(used: float, budget: int | None) -> str:
+    """E.g. 1.50/2.00 GB, or both units where they differ."""
+    told = format_bytes(used)
+    if budget is None:
+        return told
+    number, unit = told.split()
+    most = format_bytes(budget)
+    return f"{number}/{most}" if most.endswith(f" {unit}") else f"{told}/{most}"
 
 
 def _clock_text(value: float) -> str:
