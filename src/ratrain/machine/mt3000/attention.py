@@ -62,7 +62,9 @@ class Heads:
 
     def __str__(self) -> str:
         kind = "causal" if self.causal else "full"
-        return f"attention {kind} {self.kv_heads} x {self.group} heads, {self.queries} x {self.keys}, d {self.d}"
+        return (
+            f"attention {kind} {self.kv_heads} x {self.group} heads, {self.queries} x {self.keys}, d {self.d}"
+        )
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,9 @@ def _skeleton(
         chained=True,
     )
     rounds = Loop("q", blocks.PQ * blocks.QB, (mine(*opening), keys, mine(*closing)), chained=True)
-    return (Split("b", blocks.HG, (Loop("b", 1, (Loop("g", 1, (rounds,), chained=True),)),), stride=blocks.PQ),)
+    return (
+        Split("b", blocks.HG, (Loop("b", 1, (Loop("g", 1, (rounds,), chained=True),)),), stride=blocks.PQ),
+    )
 
 
 def _scores(keys: str, queries: str, target: str, blocks: Blocks) -> tuple[Statement, ...]:
@@ -353,7 +357,8 @@ def best_attention(chip: Chip, heads: Heads, backward: bool, cores: int | None =
     check_heads(heads)
     build = build_backward if backward else build_forward
     ranked = sorted(
-        (lane_steps(chip, heads, blocks), -blocks.TB, blocks.HG, blocks) for blocks in _candidates(chip, heads, cores or chip.cores)
+        (lane_steps(chip, heads, blocks), -blocks.TB, blocks.HG, blocks)
+        for blocks in _candidates(chip, heads, cores or chip.cores)
     )
     best: Cost | None = None
     tried: set[int] = set()
@@ -391,11 +396,16 @@ def _candidates(chip: Chip, heads: Heads, cores: int) -> list[Blocks]:
             continue
         per_group = min(per_group, heads.queries)
         rows = ceil(heads.queries / per_group)
-        held = {min(ceil(rows / rounds / lanes) * lanes, ceil(rows / lanes) * lanes) for rounds in (1, 2, 3, 4, 6, 8, 12, 16)}
+        held = {
+            min(ceil(rows / rounds / lanes) * lanes, ceil(rows / lanes) * lanes)
+            for rounds in (1, 2, 3, 4, 6, 8, 12, 16)
+        }
         staged = chip.sm_bytes // 4 // (2 * heads.d) // chip.rows * chip.rows
         for qb in held:
             for tb in (64, 96, 128, 256):
-                found.append(Blocks(groups, per_group, qb, min(tb, ceil(heads.keys / lanes) * lanes), min(staged, 240)))
+                found.append(
+                    Blocks(groups, per_group, qb, min(tb, ceil(heads.keys / lanes) * lanes), min(staged, 240))
+                )
     return found
 
 

@@ -21,6 +21,7 @@ from ratrain.machine.mt3000.schedule import (
     Frame,
     Kernel,
     Loop,
+    Pick,
     Schedule,
     Scope,
     Split,
@@ -38,7 +39,7 @@ PATHS = ("ddr>gsm", "gsm>ddr", "ddr>am", "am>ddr", "gsm>am", "am>gsm", "gsm>sm")
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run of a schedule costs. `bytes` per path over the cluster; cycles of the most loaded core."""
+    """What one run of a schedule costs: cycles of the most loaded core, bytes per path over the cluster."""
 
     schedule: Schedule
     chip: Chip
@@ -48,8 +49,19 @@ class Cost:
     issue_cycles: int
     ddr_cycles: int
     gsm_cycles: int
-    bytes: dict[str, int]
-    transfers: int
+
+    @cached_property
+    def traffic(self) -> tuple[int, ...]:
+        """Bytes per path of PATHS and, last, transfers; counted when first asked for."""
+        return _Reader(self.schedule, self.chip).cluster_traffic()
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        return {path: size for path, size in zip(PATHS, self.traffic) if size}
+
+    @property
+    def transfers(self) -> int:
+        return self.traffic[-1]
 
     @property
     def seconds(self) -> float:
@@ -86,10 +98,6 @@ def price(schedule: Schedule, chip: Chip, cores: int | None = None) -> Cost:
     reader = _Reader(schedule, chip)
     clock = CoreClock(Rates(chip, schedule.cores))
     reader.time(schedule.body, Frame(schedule.env(), None, False), clock, 0)
-    totals = [0] * (len(PATHS) + 1)
-    for core in range(schedule.cores):
-        for index, amount in enumerate(reader.count(schedule.body, schedule.env(), core)):
-            totals[index] += amount
     return Cost(
         schedule=schedule,
         chip=chip,
@@ -99,8 +107,6 @@ def price(schedule: Schedule, chip: Chip, cores: int | None = None) -> Cost:
         issue_cycles=clock.issue,
         ddr_cycles=clock.ddr,
         gsm_cycles=clock.gsm,
-        bytes={path: size for path, size in zip(PATHS, totals) if size},
-        transfers=totals[-1],
     )
 
 
@@ -113,33 +119,44 @@ class _Reader:
         self.compute: dict[object, int] = {}
         self.paths: dict[Dma, tuple[int, bool, tuple[str, ...], int]] = {}
         self.splits: dict[Loop, bool] = {}
+        self.relevant: dict[Loop, tuple[tuple[str, str], ...]] = {}
 
-    @cached_property
-    def positional(self) -> frozenset[str]:
-        """Dimensions whose position, not only length, decides the cost."""
-        found: set[str] = set()
-        for statement in walk(self.schedule.body):
-            if isinstance(statement, Loop) and statement.until:
-                found |= {statement.dim, statement.until}
-            elif isinstance(statement, Causal):
-                found |= {statement.dim, statement.key}
-        return frozenset(found)
+    def relevance(self, loop: Loop) -> tuple[tuple[str, str], ...]:
+        """The dimensions that matter to one iteration of `loop`, and what of each: its whole range where causality
+        depends on position, its length and ends where a condition asks for them, or its length alone."""
+        if loop not in self.relevant:
+            used, ended, placed = set(), set(), set()
+            for statement in walk(loop.body):
+                ended |= {condition.dim for condition in getattr(statement, "when", ())}
+                match statement:
+                    case Dma():
+                        used |= set(self.transfer(statement)[2])
+                    case Kernel():
+                        used |= {dim for _, name in statement.args for dim in self.schedule.places[name].dims}
+                    case Loop():
+                        used.add(statement.dim)
+                        placed |= {statement.dim, statement.until} if statement.until else set()
+                    case Causal():
+                        placed |= {statement.dim, statement.key}
+                    case Split() | Pick():
+                        used.add(statement.dim)
+            kinds = (
+                {dim: "length" for dim in used}
+                | dict.fromkeys(ended, "ends")
+                | dict.fromkeys(placed, "range")
+            )
+            self.relevant[loop] = tuple((dim, kinds[dim]) for dim in self.schedule.extents if dim in kinds)
+        return self.relevant[loop]
 
-    @cached_property
-    def conditioned(self) -> frozenset[str]:
-        found: set[str] = set()
-        for statement in walk(self.schedule.body):
-            found |= {condition.dim for condition in getattr(statement, "when", ())}
-        return frozenset(found)
-
-    def signature(self, env: Env | None) -> tuple[object, ...]:
+    def signature(self, loop: Loop, env: Env | None) -> tuple[object, ...]:
         if env is None:
             return ()
         parts: list[object] = []
-        for dim, covered in env.items():
-            if dim in self.positional:
+        for dim, kind in self.relevance(loop):
+            covered = env[dim]
+            if kind == "range":
                 parts.append(covered)
-            elif dim in self.conditioned and covered:
+            elif kind == "ends" and covered:
                 parts.append((len(covered), covered[0] == 0, covered[-1] == self.schedule.extents[dim] - 1))
             else:
                 parts.append(len(covered))
@@ -185,8 +202,8 @@ class _Reader:
         for inner in frames:
             key = (
                 id(loop),
-                self.signature(inner.env),
-                self.signature(inner.after),
+                self.signature(loop, inner.env),
+                self.signature(loop, inner.after),
                 inner.primed,
                 clock.state(),
             )
@@ -223,6 +240,12 @@ class _Reader:
             self.compute[key] = kernel_cycles(self.chip, self.schedule, kernel, env)
         return self.compute[key]
 
+    def cluster_traffic(self) -> tuple[int, ...]:
+        per_core = [
+            self.count(self.schedule.body, self.schedule.env(), core) for core in range(self.schedule.cores)
+        ]
+        return tuple(map(sum, zip(*per_core)))
+
     def count(self, body: tuple[Statement, ...], env: Env, core: int) -> tuple[int, ...]:
         totals = [0] * (len(PATHS) + 1)
         for statement in body:
@@ -252,7 +275,7 @@ class _Reader:
             self.splits[loop] = any(
                 isinstance(s, Split) or (isinstance(s, Dma) and s.broadcast > 1) for s in walk(loop.body)
             )
-        key = (id(loop), self.signature(env), core if self.splits[loop] else -1)
+        key = (id(loop), self.signature(loop, env), core if self.splits[loop] else -1)
         if key not in self.counts:
             self.counts[key] = self.count(loop.body, env, core)
         return self.counts[key]

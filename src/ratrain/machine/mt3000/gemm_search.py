@@ -12,6 +12,7 @@ from ratrain.machine.mt3000.cost import Cost, price
 from ratrain.machine.mt3000.gemm import Problem, Tiles, am_bytes, build_gemm, transposes_in_am
 from ratrain.machine.mt3000.kernels import gemm_cycles
 
+FINALISTS = 2
 DEPTHS = (128, 256, 512, 768, 1024, 2048)
 TILE_KEYS = ("MG", "KG", "NA", "MA", "KA", "MS", "PM", "PN", "PK")
 
@@ -47,21 +48,22 @@ def best_gemm(
         ),
         key=lambda entry: entry[:2],
     )
-    # The estimate ranks well among schedules of one kind, less well between kinds: price the best of each.
-    costs: dict[tuple[int, bool, int], Cost] = {}
+    # The estimate ranks well among schedules of one kind, less well between kinds: price the best few of each.
+    costs: dict[tuple[int, bool, int], list[Cost]] = {}
     for _, _, tiles in ranked:
-        kind = (tiles.a_copies, tiles.c_resident, tiles.PK)
-        if kind not in costs:
+        priced = costs.setdefault((tiles.a_copies, tiles.c_resident, tiles.PK), [])
+        if len(priced) < FINALISTS:
             schedule = build_gemm(chip, problem, tiles)
             if schedule.fits(chip):
-                costs[kind] = price(schedule, chip, cores)
-    if not costs:
+                priced.append(price(schedule, chip, cores))
+    finalists = [cost for priced in costs.values() for cost in priced]
+    if not finalists:
         asked = ", ".join(f"{key}={value}" for key, value in fixed) or "any tiles"
         raise UserError(
             f"{problem}: no schedule with {asked} fits {chip.name} (GSM {chip.gsm_bytes}, AM {chip.am_bytes}, "
             f"SM {chip.sm_bytes} bytes); give smaller tiles or fewer of them"
         )
-    return min(costs.values(), key=lambda cost: cost.cycles)
+    return min(finalists, key=lambda cost: cost.cycles)
 
 
 def grids(
