@@ -170,10 +170,10 @@ const title = ({ rank, lead, alone }) => {
   if (lead) {
     pen.font = "600 12.5px " + SANS;
     pen.fillStyle = colour.ink;
-    pen.fillText("stage " + rank.stage, 0, mid);
+    pen.fillText(`stage ${rank.stage}` + (pair && alone && replicated ? ` · r${rank.replica}` : ""), 0, mid);
     pen.font = "11px " + SANS;
     pen.fillStyle = colour.soft;
-    if (alone) pen.fillText(pair ? `rank ${rank.rank}` : name, pair ? 54 : 70, mid);
+    if (alone && !pair) pen.fillText(name, 70, mid);
   } else if (pair) {
     pen.font = "11px " + SANS;
     pen.fillStyle = colour.soft;
