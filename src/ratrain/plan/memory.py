@@ -18,6 +18,7 @@ from ratrain.plan.activations import ActivationModel
 from ratrain.plan.forecast import StageMemory
 from ratrain.plan.plan import Plan
 from ratrain.plan.precision import Precision
+from ratrain.plan.tensor import tensor_slice
 from ratrain.program.deps import POSTED, WINDOW
 from ratrain.program.layout import EMBED, HEAD, TIED
 from ratrain.program.memory import Footprint, peak
@@ -49,9 +50,9 @@ class StateModel:
 
     @classmethod
     def of(cls, spec: ModelSpec, plan: Plan) -> StateModel:
-        """The model of a plan."""
+        """The model of a plan's ranks."""
         return cls(
-            spec,
+            tensor_slice(spec, plan.tensor),
             plan.precision,
             plan.data,
             plan.zero,
@@ -64,7 +65,7 @@ class StateModel:
 
     def padded(self, unit: str) -> int:
         """Elements of a state unit, both regions padded to a multiple of D."""
-        return sum(-(-region // self.data) * self.data for region in unit_regions(self.spec, unit))
+        return sum(-(-region // self.data) * self.data for region in _regions(self.spec, unit))
 
     def stage(self, layers: int, first: bool, last: bool) -> StageMemory:
         """The constant part of a stage's memory."""
@@ -92,10 +93,13 @@ def unit_regions(spec: ModelSpec, unit: str) -> tuple[int, int]:
     return decayed, sum(shape.size for shape in shapes) - decayed
 
 
+_regions = lru_cache(maxsize=4096)(unit_regions)
+
+
 def activation_model(spec: ModelSpec, plan: Plan) -> ActivationModel:
     """The activation bytes of a plan's micro-batch."""
     return ActivationModel(
-        spec,
+        tensor_slice(spec, plan.tensor),
         plan.operators,
         plan.micro_batch,
         plan.seq_len,

@@ -1,0 +1,227 @@
+"""Seconds that computing takes on one device: of a block's forward, backward and recovery, and of updates.
+
+Three sources, in this order of trust: a profile (measured blocks, scaled by floating-point operations to
+shapes that were not measured), the MT-3000 operator model, and a platform's rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+from ratrain.errors import UserError
+from ratrain.machine.gpu_operators import GpuOperators, Work
+from ratrain.machine.mt3000.chip import Chip, load_chip
+from ratrain.machine.platform import Platform
+from ratrain.machine.profile import BlockTime, Profile
+from ratrain.model.operators import Operator, forward_operators
+from ratrain.model.spec import RUNGS, ModelSpec
+from ratrain.plan.precision import BYTES
+
+_KEPT: Mapping[str, Callable[[Operator], bool]] = {
+    "keep": lambda operator: True,
+    "elementwise": lambda operator: operator.kind in ("matmul", "attention"),
+    "mlp": lambda operator: operator.name.endswith(("q_proj", "k_proj", "v_proj", "W_pack", "o_proj", "attention")),
+    "inputs": lambda operator: False,
+}  # fmt: skip
+"""Per rung, which operators of a layer a recovery does not run again. The last projection and its residual
+are never needed: they only make the output."""
+_OUTPUT_ONLY = ("down_proj", "mlp_residual")
+
+BACKWARD_TIMES = {
+    "matmul": 2.0,
+    "attention": 2.5,
+    "norm": 2.0,
+    "elementwise": 2.0,
+    "lookup": 1.0,
+    "loss": 1.0,
+}
+"""An operator's backward in multiples of its forward. A matmul's is two matmuls of its size; attention's is
+five of its two products' size, since the scores are computed again."""
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """Of one block and micro-batch. `recover` by rung is what the backward does not include."""
+
+    forward: float
+    backward: float
+    recover: Mapping[str, float]
+
+
+class Compute:
+    """Prices blocks and updates. `efficiency` divides every time: the one factor that may be calibrated."""
+
+    def __init__(
+        self, source: Platform | Profile | None, dtype: str, efficiency: float | None = None
+    ) -> None:
+        self.source, self.dtype = source, dtype
+        self.blocks: Callable[[ModelSpec, str, int, int], BlockSeconds]
+        if isinstance(source, Profile):
+            self.blocks = _Measured(source, dtype)
+            self.optimizer_rate = source.optimizer_rate
+            self.basis = "measured blocks"
+        elif source is None:
+            self.blocks, self.optimizer_rate = _Modelled(_flat(_GUESSED_RATE)), _GUESSED_OPTIMIZER_RATE
+            self.basis = "a guess: run ratrain profile"
+        else:
+            self.blocks, self.basis = _of_platform(source, dtype)
+            self.optimizer_rate = source.device.optimizer_rate
+        modelled = isinstance(source, Platform)
+        given = source.device.operator_model.parameters.get("step_efficiency_ratio", 1.0) if modelled else 1.0  # type: ignore[union-attr]
+        self.efficiency = given if efficiency is None else efficiency
+
+    def block(self, spec: ModelSpec, block: str, micro_batch: int, seq_len: int) -> BlockSeconds:
+        """Seconds of `block` of `spec` (its tensor-parallel slice, where there is one)."""
+        plain = self.blocks(spec, block, micro_batch, seq_len)
+        if self.efficiency == 1.0:
+            return plain
+        slow = 1 / self.efficiency
+        recover = {rung: seconds * slow for rung, seconds in plain.recover.items()}
+        return BlockSeconds(plain.forward * slow, plain.backward * slow, MappingProxyType(recover))
+
+    def update(self, parameters: int) -> float:
+        """Seconds to update that many owned parameters."""
+        return parameters / self.optimizer_rate / self.efficiency
+
+
+_GUESSED_RATE = 1e11
+_GUESSED_OPTIMIZER_RATE = 5e8
+"""FLOP/s and parameters/s of one CPU thread, where nothing is known: only ratios between layouts matter."""
+
+
+class _Modelled:
+    """Blocks as sums over their operators. `seconds(operators, times)` prices operators at a time, each as
+    often as `times` says."""
+
+    def __init__(self, seconds: Callable[[Iterable[tuple[Operator, float]]], float]) -> None:
+        self.seconds = seconds
+        self.known: dict[tuple[ModelSpec, object, int, int], BlockSeconds] = {}
+
+    def __call__(self, spec: ModelSpec, block: str, micro_batch: int, seq_len: int) -> BlockSeconds:
+        window = spec.windows[int(block[5:])] if block.startswith("layer") else block
+        key = (spec, window, micro_batch, seq_len)
+        if key not in self.known:
+            operators = forward_operators(spec, block, micro_batch, seq_len)
+            self.known[key] = BlockSeconds(
+                self.seconds((operator, 1.0) for operator in operators),
+                self.seconds((operator, BACKWARD_TIMES[operator.kind]) for operator in operators),
+                MappingProxyType({rung: self._recover(operators, block, rung) for rung in RUNGS}),
+            )
+        return self.known[key]
+
+    def _recover(self, operators: tuple[Operator, ...], block: str, rung: str) -> float:
+        if rung == "keep" or block == "embed":
+            return 0.0
+        kept = _KEPT["inputs"] if block == "head" else _KEPT[rung]
+        again = [o for o in operators if not kept(o) and o.name not in _OUTPUT_ONLY]
+        return self.seconds((operator, 1.0) for operator in again)
+
+
+def _of_platform(
+    platform: Platform, dtype: str
+) -> tuple[Callable[[ModelSpec, str, int, int], BlockSeconds], str]:
+    device = platform.device
+    if device.operator_model.name == "roofline":
+        return _Modelled(_roofline(GpuOperators.of(device, dtype), BYTES[dtype])), "a roofline of its rates"
+    if device.operator_model.name == "mt3000":
+        return _Modelled(_mt3000(load_chip(), dtype)), "MT-3000 tile schedules"
+    return _Modelled(_flat(device.rate("matmul", dtype))), "its matmul rate"
+
+
+def _flat(rate: float) -> Callable[[Iterable[tuple[Operator, float]]], float]:
+    """Everything at one rate of FLOP/s."""
+    return lambda operators: sum(times * operator.flops for operator, times in operators) / rate
+
+
+def _mt3000(chip: Chip, dtype: str) -> Callable[[Iterable[tuple[Operator, float]]], float]:
+    rate = 0.702 * chip.peak(dtype)
+
+    def seconds(operators: Iterable[tuple[Operator, float]]) -> float:
+        total = 0.0
+        for operator, times in operators:
+            if operator.kind in ("matmul", "attention"):
+                total += times * operator.flops / rate
+            else:
+                total += times * BYTES[dtype] * operator.elements / chip.ddr_bytes_per_second
+        return total
+
+    return seconds
+
+
+def _roofline(gpu: GpuOperators, element_bytes: int) -> Callable[[Iterable[tuple[Operator, float]]], float]:
+    """Arithmetic and memory traffic; the host launches a pass of a layer at a time, a backward as two."""
+
+    def seconds(operators: Iterable[tuple[Operator, float]]) -> float:
+        work, passes, layer = Work(), 0.0, False
+        for operator, times in operators:
+            flops = operator.flops if operator.kind in ("matmul", "attention") else 0.0
+            work += times * Work(flops, element_bytes * operator.elements)
+            passes = max(passes, min(times, 2.0))
+            layer = layer or operator.kind == "attention"
+        return gpu.layer_seconds(work, passes) if layer else gpu.seconds(work)
+
+    return seconds
+
+
+class _Measured:
+    """Blocks as a profile measured them, the nearest shape scaled by floating-point operations."""
+
+    def __init__(self, profile: Profile, dtype: str) -> None:
+        self.specs = {name: ModelSpec.from_dict(config, name) for name, config in profile.models.items()}
+        self.times = [time for time in profile.blocks if time.dtype == dtype]
+        self.known: dict[tuple[object, ...], BlockSeconds] = {}
+        if not self.times:
+            have = ", ".join(sorted({time.dtype for time in profile.blocks})) or "nothing"
+            raise UserError(f"the profile has no {dtype} blocks (it has {have}); profile again with {dtype}")
+
+    def __call__(self, spec: ModelSpec, block: str, micro_batch: int, seq_len: int) -> BlockSeconds:
+        kind = "layer" if block.startswith("layer") else block
+        window = spec.windows[int(block[5:])] if kind == "layer" else None
+        key = (spec, kind, window, micro_batch, seq_len)
+        if key not in self.known:
+            flops = _flops_or_bytes(spec, block, micro_batch, seq_len)
+            by_rung = {rung: self._nearest(kind, rung, flops, micro_batch) for rung in RUNGS}
+            kept = by_rung["keep"] or next((t for t in by_rung.values() if t), None)
+            if kept is None:
+                raise UserError(f"the profile has no {kind} block; profile again")
+            time, scale = kept
+            unknown = 0.0 if kind == "embed" else time.forward * scale  # a whole forward is the most it takes
+            recover: dict[str, float] = {
+                rung: found[0].recover * found[1] if found else unknown for rung, found in by_rung.items()
+            }
+            recover["keep"] = 0.0
+            self.known[key] = BlockSeconds(
+                time.forward * scale, time.backward * scale, MappingProxyType(recover)
+            )
+        return self.known[key]
+
+    def _nearest(
+        self, kind: str, rung: str, flops: float, micro_batch: int
+    ) -> tuple[BlockTime, float] | None:
+        """The measured block of that kind and rung whose size is nearest, and by what to scale it."""
+        scales = []
+        for time in self.times:
+            if time.block.startswith(kind) and time.rung == rung:
+                scale = flops / _flops_or_bytes(
+                    self.specs[time.model], _block(time.block), time.micro_batch, time.seq_len
+                )
+                scales.append((max(scale, 1 / scale), abs(time.micro_batch - micro_batch), scale, time))
+        if not scales:
+            return None
+        _, _, scale, time = min(scales, key=lambda entry: entry[:2])
+        return time, scale
+
+
+@cache
+def _flops_or_bytes(spec: ModelSpec, block: str, micro_batch: int, seq_len: int) -> float:
+    """What a block's time goes with: operations, or for the embedding the elements that it copies."""
+    if block == "embed":
+        return float(micro_batch * seq_len * spec.hidden)
+    return spec.forward_flops(block, micro_batch, seq_len)
+
+
+def _block(name: str) -> str:
+    return "layer0" if name == "layer" else name

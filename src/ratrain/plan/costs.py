@@ -1,0 +1,143 @@
+"""cost(action): what each action of a plan's program takes, alone. What the simulator asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ratrain.machine.platform import Platform
+from ratrain.machine.profile import Profile
+from ratrain.model.spec import ModelSpec
+from ratrain.plan.compute import BlockSeconds, Compute
+from ratrain.plan.memory import StateModel, activation_model
+from ratrain.plan.network import Flow, Network
+from ratrain.plan.plan import Plan
+from ratrain.plan.tensor import ALL_REDUCES, tensor_slice
+from ratrain.program.action import Action, Kind
+from ratrain.program.layout import EMBED, HEAD
+from ratrain.simulate.cost import Cost
+from ratrain.simulate.cost import Network as Ports
+
+LEVELS = ("within_node", "between_nodes")
+
+
+class Costs:
+    """Prices the actions of one plan on one machine.
+
+    Link loads are in seconds at full speed, so every port has capacity 1. A rank's ports are its own link and
+    its share of the node's uplink, each way: (level, stage, direction).
+    """
+
+    def __init__(self, spec: ModelSpec, plan: Plan, compute: Compute) -> None:
+        self.plan, self.compute = plan, compute
+        self.spec = tensor_slice(spec, plan.tensor)
+        self.layout = plan.layout()
+        self.states, self.message = StateModel.of(spec, plan), activation_model(spec, plan).message
+        self.links = Network(compute.source, plan.data, plan.tensor)
+
+    def __call__(self, action: Action) -> Cost:
+        """The cost of `action` on one rank; the same for every micro-batch."""
+        return _HANDLERS[action.kind](self, action)
+
+    @property
+    def ports(self) -> Ports:
+        """Every port, and how much a transfer slows computing down."""
+        source = self.compute.source
+        slowdown = 1.0
+        if isinstance(source, Platform):
+            slowdown = source.device.slowdown_under_communication
+        elif isinstance(source, Profile):
+            slowdown = source.slowdown_under_communication
+        stages = range(self.plan.pipeline)
+        directions = ("out", "in", "both")
+        return Ports({(level, s, d): 1.0 for level in LEVELS for s in stages for d in directions}, slowdown)
+
+    def block(self, name: str) -> BlockSeconds:
+        """Seconds of a block, its tensor-parallel all-reduces included."""
+        plain = self.compute.block(self.spec, name, self.plan.micro_batch, self.plan.seq_len)
+        return with_tensor(plain, name, self.links.over_tensor(self.message).seconds)
+
+    def forward(self, a: Action) -> Cost:
+        """FORWARD of a block."""
+        return Cost(self.block(a.unit or "").forward)
+
+    def backward(self, a: Action) -> Cost:
+        """BACKWARD of a block, without recovery."""
+        return Cost(self.block(a.unit or "").backward)
+
+    def recover(self, a: Action) -> Cost:
+        """RECOVER of a block from its rung."""
+        return Cost(self.block(a.unit or "").recover[self.layout.rung(a.stage, a.unit or "")])
+
+    def update(self, a: Action) -> Cost:
+        """UPDATE_SHARD: the owned part of a unit."""
+        size = self.states.padded(a.unit or "")
+        return Cost(self.compute.update(size // self.plan.data if self.plan.zero else size))
+
+    def send(self, a: Action) -> Cost:
+        """SEND_ACT, SEND_GRAD."""
+        return self._moved(a.stage, self.links.message(self.message), ("out",))
+
+    def receive(self, a: Action) -> Cost:
+        """RECV_ACT, RECV_GRAD."""
+        return self._moved(a.stage, self.links.message(self.message), ("in",))
+
+    def synchronise(self, a: Action) -> Cost:
+        """GRAD_SYNC: ZeRO-0 needs the whole sum on every replica."""
+        kind = "reduce_scatter" if self.plan.zero else "all_reduce"
+        size = self.states.padded(a.unit or "") * self.plan.precision.reduce_bytes
+        return self._moved(a.stage, self.links.over_replicas(kind, size), ("out", "in"))  # type: ignore[arg-type]
+
+    def tied(self, a: Action) -> Cost:
+        """TIED_SYNC: first and last stage exchange what they own of the matrix's gradient."""
+        size = self.states.padded(a.unit or "") // (self.plan.data if self.plan.zero else 1)
+        flow = self.links.message(size * self.plan.precision.grad_bytes)
+        return self._moved(a.stage, flow, ("out", "in"))
+
+    def norm(self, a: Action) -> Cost:
+        """GRAD_NORM."""
+        return Cost(self.links.rendezvous(self.plan.ranks).latency)
+
+    def gather(self, a: Action) -> Cost:
+        """PREFETCH_VIEW."""
+        size = self.states.padded(a.unit or "") * self.plan.precision.view_bytes
+        return self._moved(a.stage, self.links.over_replicas("all_gather", size), ("out", "in"))
+
+    def release(self, a: Action) -> Cost:
+        """RELEASE is free."""
+        return Cost(0.0)
+
+    def _moved(self, stage: int, flow: Flow, directions: tuple[str, ...]) -> Cost:
+        loads: dict[tuple[str, int, str], float] = {}
+        for level, seconds in zip(LEVELS, (flow.within, flow.between)):
+            if seconds > 0:
+                for direction in directions:
+                    port = (level, stage, "both" if self.links.half_duplex(level) else direction)
+                    loads[port] = loads.get(port, 0.0) + seconds
+        return Cost(flow.latency, tuple(loads.items()))
+
+
+def with_tensor(plain: BlockSeconds, block: str, joined: float) -> BlockSeconds:
+    """Adds the tensor ranks' all-reduces, `joined` seconds each: two a pass of a layer (one of them again in a
+    recovery that runs attention again), one of embedding and head."""
+    if joined == 0.0:
+        return plain
+    times = 1 if block in (EMBED, HEAD) else ALL_REDUCES
+    recover = {rung: s + (joined if rung == "inputs" and s > 0 else 0.0) for rung, s in plain.recover.items()}
+    return BlockSeconds(plain.forward + times * joined, plain.backward + times * joined, recover)
+
+
+_HANDLERS: dict[Kind, Callable[[Costs, Action], Cost]] = {
+    Kind.FORWARD: Costs.forward,
+    Kind.BACKWARD: Costs.backward,
+    Kind.RECOVER: Costs.recover,
+    Kind.UPDATE_SHARD: Costs.update,
+    Kind.SEND_ACT: Costs.send,
+    Kind.SEND_GRAD: Costs.send,
+    Kind.RECV_ACT: Costs.receive,
+    Kind.RECV_GRAD: Costs.receive,
+    Kind.GRAD_SYNC: Costs.synchronise,
+    Kind.TIED_SYNC: Costs.tied,
+    Kind.GRAD_NORM: Costs.norm,
+    Kind.PREFETCH_VIEW: Costs.gather,
+    Kind.RELEASE: Costs.release,
+}

@@ -1,0 +1,271 @@
+"""Shape: a layout without its placement. Prices every possible stage of it, for the search.
+
+All decoder layers are taken as equal here; the plan that comes out is checked and simulated block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ratrain.machine.collectives import Kind
+from ratrain.model.spec import RUNGS
+from ratrain.plan.activations import ActivationModel
+from ratrain.plan.compute import BlockSeconds, Compute
+from ratrain.plan.costs import with_tensor
+from ratrain.plan.memory import StateModel, activation_peak
+from ratrain.plan.network import Network
+from ratrain.plan.request import Request
+from ratrain.plan.tensor import tensor_slice
+from ratrain.program.layout import EMBED, HEAD
+
+LAYER = "layer0"
+
+
+class Stage(NamedTuple):
+    """One stage of a shape: its layers' rungs in order, seconds per micro-batch, and bytes at the peak."""
+
+    rungs: tuple[str, ...]
+    forward: float
+    backward: float
+    recover: float
+    sync: float
+    total: int
+
+    @property
+    def busy(self) -> float:
+        """Seconds that a micro-batch occupies the stage."""
+        return max(self.forward + self.backward + self.recover, self.sync)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Every choice but placement and rungs, for one request."""
+
+    request: Request
+    compute: Compute
+    pipeline: int
+    data: int
+    tensor: int
+    zero: int
+    micro_batch: int
+    ahead: int
+    passes: tuple[str, ...]
+    slice_tokens: int
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """M."""
+        return self.request.global_batch // (self.data * self.micro_batch)
+
+    @cached_property
+    def activations(self) -> ActivationModel:
+        """Bytes of a micro-batch on one rank."""
+        precision = self.request.precision
+        return ActivationModel(
+            tensor_slice(self.request.spec, self.tensor),
+            self.request.target.operators,
+            self.micro_batch,
+            self.request.seq_len,
+            precision.view_bytes,
+            precision.grad_bytes,
+            self.slice_tokens,
+        )
+
+    @cached_property
+    def states(self) -> StateModel:
+        """Bytes of the states of one rank."""
+        return StateModel(
+            self.activations.spec,
+            self.request.precision,
+            self.data,
+            self.zero,
+            self.request.target.operators,
+            self.request.target.runtime_base,
+            self.activations.message,
+            self.overlapped,
+            "update_prefetch" in self.passes,
+        )
+
+    @cached_property
+    def network(self) -> Network:
+        """Its links."""
+        return Network(self.compute.source, self.data, self.tensor)
+
+    @cached_property
+    def overlapped(self) -> bool:
+        """Whether reductions run beside the backwards."""
+        return "layerwise_sync" in self.passes
+
+    @cached_property
+    def message(self) -> float:
+        """Seconds of a message between stages."""
+        return self.network.message(self.activations.message).seconds if self.pipeline > 1 else 0.0
+
+    def seconds(self, block: str) -> BlockSeconds:
+        """Of a block, its tensor-parallel all-reduces included: two a pass of a layer."""
+        return self._seconds[block]
+
+    @cached_property
+    def _seconds(self) -> dict[str, BlockSeconds]:
+        joined = self.network.over_tensor(self.activations.message).seconds
+        spec, seq_len = self.activations.spec, self.request.seq_len
+        return {
+            block: with_tensor(self.compute.block(spec, block, self.micro_batch, seq_len), block, joined)
+            for block in (EMBED, LAYER, HEAD)
+        }
+
+    @cached_property
+    def ladder(self) -> tuple[str, ...]:
+        """Rungs worth taking, from `keep`: none beneath a mix of its neighbours in bytes and seconds."""
+        saved: dict[str, int] = {rung: self.activations.saved(LAYER, rung) for rung in RUNGS}
+        recover = self.seconds(LAYER).recover
+        chosen: list[str] = ["keep"]
+        while chosen[-1] != "inputs":
+            here = chosen[-1]
+            lower: list[str] = [rung for rung in RUNGS[RUNGS.index(here) + 1 :] if saved[rung] < saved[here]]
+            if not lower:
+                break
+            chosen.append(
+                min(lower, key=lambda r: ((recover[r] - recover[here]) / (saved[here] - saved[r]), saved[r]))
+            )
+        return tuple(chosen)
+
+    def mixes(self, layers: int) -> Sequence[tuple[str, ...]]:
+        """Rungs of `layers` layers from keeping all to dropping all, one layer's step at a time. The last
+        layers keep most: they are recovered first, when the gradient is nearest."""
+        if layers == 0:
+            return [()]
+        steps = [("keep",) * layers]
+        for upper, lower in zip(self.ladder, self.ladder[1:]):
+            steps += [(lower,) * n + (upper,) * (layers - n) for n in range(1, layers + 1)]
+        return steps
+
+    def stage(self, index: int, layers: int) -> Stage:
+        """The stage with the least recovery that fits; with the most if none does."""
+        key = (index, layers)
+        if key not in self._stages:
+            self._stages[key] = self._best(index, layers)
+        return self._stages[key]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int], Stage]:
+        return {}
+
+    def _best(self, index: int, layers: int) -> Stage:
+        mixes = self._fixed_rungs(index, layers) or self.mixes(layers)
+        low, high = 0, len(mixes) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._total(index, mixes[middle]) <= self.request.target.memory:
+                high = middle
+            else:
+                low = middle + 1
+        return self._priced(index, mixes[low])
+
+    def _fixed_rungs(self, index: int, layers: int) -> Sequence[tuple[str, ...]] | None:
+        """Those of a given policy, as far as it names no blocks; where nothing needs to be dropped, nothing."""
+        policy = self.request.policy
+        if policy is None:
+            return None
+        rung = policy.get(f"stage{index}", policy.get("default", "keep"))
+        return [("keep",) * layers] * self.elided(index) + [(rung,) * layers]
+
+    def elided(self, index: int) -> bool:
+        """Whether the stage's backwards directly follow their forwards, so that nothing is dropped."""
+        alone = min(self.pipeline - index, self.micro_batches) == 1
+        return alone and self.forward_side and self.request.elide is not False
+
+    @cached_property
+    def forward_side(self) -> bool:
+        """Whether recovery is done ahead of the gradient."""
+        return "forward_side_recovery" in self.passes
+
+    @cached_property
+    def _bytes(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """Of a layer, saved by rung; of each kind of block, saved on `keep`, and at work."""
+        model, kinds = self.activations, (EMBED, LAYER, HEAD)
+        return (
+            {rung: model.saved(LAYER, rung) for rung in RUNGS},
+            {block: model.saved(block, "keep") for block in kinds},
+            {block: model.working(block) for block in kinds},
+        )
+
+    @cached_property
+    def _constants(self) -> dict[tuple[int, bool, bool], int]:
+        return {}
+
+    def _constant(self, layers: int, first: bool, last: bool) -> int:
+        key = (layers, first, last)
+        if key not in self._constants:
+            self._constants[key] = self.states.stage(layers, first, last).constant
+        return self._constants[key]
+
+    def _total(self, index: int, rungs: tuple[str, ...]) -> int:
+        first, last = index == 0, index == self.pipeline - 1
+        by_rung, whole, working = self._bytes
+        before, after = [EMBED] * first, [HEAD] * last
+        blocks = [*before, *[LAYER] * len(rungs), *after]
+        kept = [*(whole[b] for b in before), *(by_rung[r] for r in rungs), *(whole[b] for b in after)]
+        peak = activation_peak(
+            kept,
+            [whole[block] for block in blocks],
+            [working[block] for block in blocks],
+            min(self.pipeline - index, self.micro_batches),
+            self.ahead if self.forward_side else None,
+            False,
+        )
+        return self._constant(len(rungs), first, last) + peak
+
+    def _priced(self, index: int, rungs: tuple[str, ...]) -> Stage:
+        first, last = index == 0, index == self.pipeline - 1
+        layer = self.seconds(LAYER)
+        ends = [self.seconds(EMBED)] * first + [self.seconds(HEAD)] * last
+        forward = len(rungs) * layer.forward + sum(end.forward for end in ends)
+        backward = len(rungs) * layer.backward + sum(end.backward for end in ends)
+        recover = sum(layer.recover[rung] for rung in rungs)
+        sync = self._sync(len(rungs), first, last)
+        if not self.overlapped and sync:
+            backward, sync = backward + sync, 0.0
+        return Stage(rungs, forward, backward, recover, sync, self._total(index, rungs))
+
+    @cached_property
+    def _links(self) -> dict[str, tuple[float, float, float]]:
+        """Per kind of block, link seconds of its reduction and of its gather, and seconds of its update."""
+        precision, table = self.request.precision, {}
+        kind: Kind = "reduce_scatter" if self.zero else "all_reduce"
+        for block in (EMBED, LAYER, HEAD):
+            size = self.states.padded(block)
+            reduce = self.network.over_replicas(kind, size * precision.reduce_bytes).seconds
+            gather = self.network.over_replicas("all_gather", size * precision.view_bytes).seconds
+            update = self.compute.update(size // self.data if self.zero else size)
+            table[block] = (reduce, gather if self.zero else 0.0, update)
+        return table
+
+    def _sync(self, layers: int, first: bool, last: bool) -> float:
+        """Seconds that a micro-batch's own reductions and gathers occupy the links (ZeRO-2 and 3)."""
+        if not self.states.sharded_gradients:
+            return 0.0
+        gathers = 2 if self.states.sharded_views else 0
+        return sum(
+            count * (self._links[block][0] + gathers * self._links[block][1])
+            for block, count in ((LAYER, layers), (EMBED, first), (HEAD, last))
+        )
+
+    def state_seconds(self, layers: int, first: bool, last: bool) -> tuple[float, float]:
+        """Seconds of a step's reductions (ZeRO-0 and 1), and of its updates and gathers, of one stage."""
+        reduces = not self.states.sharded_gradients
+        gathers = not self.states.sharded_views
+        reduce = after = 0.0
+        for block, count in ((LAYER, layers), (EMBED, first), (HEAD, last)):
+            once, gather, update = self._links[block]
+            reduce += count * once * reduces
+            after += count * (update + gather * gathers)
+        return reduce, after
+
+    @property
+    def least_sync(self) -> float:
+        """Link seconds of a micro-batch's own reductions and gathers on an average stage, if they overlap."""
+        return self._sync(self.request.spec.layers, True, True) / self.pipeline if self.overlapped else 0.0
