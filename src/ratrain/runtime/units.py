@@ -8,6 +8,7 @@ most one stretch of each decay class, and AdamW sees at most two tensors.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -105,6 +106,10 @@ class StateUnit:
         self.device = device
         self._bound: list[nn.Parameter] = []
         self._first_reader: list[bool] = []
+        # A view gathered for a backward may come while the forward before it still reads: the same values
+        # go into the same memory, which stays until both have released it.
+        self._holders = 0
+        self._holding = threading.Lock()
         self.grad: Tensor | None = None
         self.shard_grad: Tensor | None = None
         self.shard_fresh = True
@@ -121,12 +126,17 @@ class StateUnit:
         return self.zero >= 2 and self.sync.size > 1
 
     def parameter_views(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Tensors of the named parameters as windows of the view."""
+        """Tensors of the named parameters as windows of the view, also of one that is not there now."""
         shapes = {p.name: p for p in self.parameters}
-        return {
+        if not self.keeps_view:  # no window can be cut from an empty storage, but it outlives one
+            self._allocate_view()
+        windows = {
             n: self.view[self.offsets[n] : self.offsets[n] + shapes[n].size].view(shapes[n].shape)
             for n in names
         }
+        if not self.keeps_view:
+            self._free_view()
+        return windows
 
     def attach(self, bound: dict[str, nn.Parameter], first_reader: bool) -> None:
         """Registers bound parameters of one reading block.
@@ -203,15 +213,26 @@ class StateUnit:
         if self.zero == 0:
             return
         if not self.keeps_view:
-            self._allocate_view()
-            with torch.autograd._unsafe_preserve_version_counter(self.view):
-                self.view[self.low : self.high].copy_(self.master)
-                self.views.all_gather(self.view)
+            with self._holding:
+                self._holders += 1
+                if self._holders == 1:
+                    self._allocate_view()
+            # `data` has a version counter of its own: what autograd saved of this view has not changed.
+            filled = self.view.data
+            filled[self.low : self.high].copy_(self.master)
+            self.views.all_gather(filled)
             return
         self.views.all_gather(self.view)
 
     def release_view(self) -> None:
-        """ZeRO-3: returns the view's memory; tensors that autograd saved keep their identity."""
+        """ZeRO-3: ends what one gather began. The last of them returns the view's memory; tensors that
+        autograd saved keep their identity."""
+        with self._holding:
+            self._holders -= 1
+            if not self._holders:
+                self._free_view()
+
+    def _free_view(self) -> None:
         self.view.untyped_storage().resize_(0)
 
     def _allocate_view(self) -> None:
@@ -263,7 +284,7 @@ class StateUnit:
                 if low < high:  # from the source, not from a rounded view
                     self.master[low - self.low : high - self.low].copy_(whole[low - begin : high - begin])
         if not self.keeps_view:
-            self.release_view()
+            self._free_view()
 
     def _aim(self, gradient: Tensor) -> None:
         for parameter, first in zip(self._bound, self._first_reader):
