@@ -13,6 +13,7 @@ from ratrain.model.spec import ModelSpec, ParameterShape
 from ratrain.program.layout import HEAD, TIED, Layout
 from ratrain.program.schedule import keeps_view
 from ratrain.runtime.collectives import RankOrderReducer
+from ratrain.runtime.device import HostStreams
 from ratrain.runtime.mesh import Mesh
 from ratrain.runtime.optimizer import StepRule
 from ratrain.runtime.stage import Stage
@@ -49,10 +50,12 @@ def build_stage(
     rule: StepRule,
     device: torch.device,
     value: Callable[[ParameterShape], Tensor] | None = None,
+    streams: HostStreams | None = None,
 ) -> Stage:
     """The stage of this rank with its parameters in place.
 
-    value  gives a parameter's initial value (any float dtype); None: fresh ones from the seed
+    value    gives a parameter's initial value (any float dtype); None: fresh ones from the seed
+    streams  of the device; None: host threads
     """
     read = value or (lambda p: initial_value(spec, p.name, p.shape, settings.seed))
     view_reducer = RankOrderReducer(mesh.prefetch)
@@ -89,4 +92,6 @@ def build_stage(
                 units[unit.name].attach(mine, first_reader=unit.readers[-1] == name)
         blocks[name] = block
     draws = spec.dropout > 0
-    return Stage(mesh, layout, blocks, units, settings.micro_batch, settings.seed, rule, draws, device)
+    return Stage(
+        mesh, layout, blocks, units, settings.micro_batch, settings.seed, rule, draws, device, streams
+    )

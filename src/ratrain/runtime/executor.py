@@ -14,12 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ratrain.program.action import Action, Kind
 from ratrain.program.deps import dependencies
 from ratrain.program.program import STREAMS, Program
 from ratrain.program.timeline import Row
+from ratrain.runtime.device import HostStreams
 
+COMPUTE = "compute"
 Handler = Callable[[Action, "Step"], None]
 
 _COMMUNICATES = frozenset(
@@ -46,6 +49,7 @@ class Step:
     number: int
     previous: Step | None = None
     done: bytearray = field(default_factory=bytearray, repr=False)
+    marks: list[object | None] = field(default_factory=list, repr=False)
     index: dict[Action, int] = field(default_factory=dict, repr=False)
     unfinished: int = 0
     rows: list[Row] = field(default_factory=list, repr=False)
@@ -56,6 +60,14 @@ class Step:
             assert self.previous is not None, f"{action} without a previous step"
             return self.previous
         return self
+
+
+class _Need(NamedTuple):
+    """Something unfinished that an action waits for."""
+
+    step: Step
+    at: int
+    action: Action
 
 
 @dataclass(frozen=True)
@@ -94,26 +106,31 @@ class Executor:
         rank: int,
         handlers: Mapping[Kind, Handler],
         posts: Mapping[Kind, Handler] | None = None,
+        device: HostStreams | None = None,
         delay: float = 0.0,
         seed: int = 0,
     ) -> None:
         """
-        handlers  one per kind; returns when the action is done
+        handlers  one per kind; returns when the action is done (CPU) or enqueued (CUDA)
         posts     for receives: called up to two actions ahead, before the handler that waits
         delay     for tests: largest random extra seconds before a communication counts as done
         """
         self.rank = rank
         self._handlers = dict(handlers)
         self._posts = dict(posts or {})
+        self._device = device or HostStreams()
         self._delay = delay
         self._random = random.Random(seed * 7919 + rank)
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        # One condition per stream, so that an action wakes only the stream that waits for it.
+        self._wake = {stream: threading.Condition(self._lock) for stream in STREAMS}
+        self._waits_for: dict[str, _Need | None] = dict.fromkeys(STREAMS)
         self._queues: dict[str, deque[tuple[LoweredLane, Step]]] = {}
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._closed = False
         for stream in STREAMS:
-            if stream != "compute":
+            if stream != COMPUTE:
                 self._queues[stream] = deque()
                 thread = threading.Thread(target=self._serve, args=(stream,), name=stream, daemon=True)
                 self._threads.append(thread)
@@ -123,93 +140,102 @@ class Executor:
         """Executes `lane` as `step`; returns when its compute stream is through. Re-raises what a stream
         raised."""
         step.done = bytearray(len(lane.actions))
+        step.marks = [None] * len(lane.actions)
         step.index = lane.index
         step.unfinished = len(lane.actions)
         with self._lock:
             for stream, queue in self._queues.items():
                 if lane.streams[stream]:
                     queue.append((lane, step))
-            self._lock.notify_all()
+                    self._wake[stream].notify()
         self._compute(lane, step)
 
     def finish(self, step: Step) -> None:
         """Waits until every stream is through with `step`."""
         with self._lock:
             while step.unfinished and self._error is None:
-                self._lock.wait()
+                self._wake[COMPUTE].wait()
         self._raise()
-
-    def wait(self, step: Step, action: Action) -> None:
-        """Waits until `action` of `step` is done."""
-        at = step.index[action]
-        with self._lock:
-            while not step.done[at] and self._error is None:
-                self._lock.wait()
-        self._raise()
+        self._device.drain()
 
     def close(self) -> None:
         """Ends the threads once their queues are empty."""
         with self._lock:
             self._closed = True
-            self._lock.notify_all()
+            self._notify_all()
         for thread in self._threads:
             thread.join(timeout=5)
 
     def _compute(self, lane: LoweredLane, step: Step) -> None:
-        order = lane.streams["compute"]
         floats = deque(lane.floats)
-        for at in order:
+        for at in lane.streams[COMPUTE]:
             if step.done[at]:
-                continue
+                continue  # a float, pulled forward
             waited: Action | None = None
             while True:
                 with self._lock:
                     self._raise()
-                    blocker = self._blocker(lane, step, at)
-                    if blocker is None:
+                    need = self._unmet(lane, step, at)
+                    if need is None:
                         break
                     pulled = self._next_float(lane, step, floats)
                     if pulled is None:
-                        waited = blocker
-                        self._lock.wait()
+                        waited = need.action
+                        self._wake[COMPUTE].wait()
                         continue
-                self._do(lane, step, pulled, "compute", waited)
+                self._do(lane, step, pulled, COMPUTE, waited)
                 waited = None
-            self._do(lane, step, at, "compute", waited)
+            self._do(lane, step, at, COMPUTE, waited)
 
     def _next_float(self, lane: LoweredLane, step: Step, floats: deque[int]) -> int | None:
+        """The first floating action of the list that could run now."""
         while floats and step.done[floats[0]]:
             floats.popleft()
         for at in floats:
-            if not step.done[at] and self._blocker(lane, step, at) is None:
+            if not step.done[at] and self._unmet(lane, step, at) is None:
                 return at
         return None
 
-    def _blocker(self, lane: LoweredLane, step: Step, at: int) -> Action | None:
+    def _unmet(self, lane: LoweredLane, step: Step, at: int) -> _Need | None:
         """An unfinished dependency of the action at `at`, or None. Call with the lock held."""
-        for need in lane.needs[at]:
-            if not step.done[need]:
-                return lane.actions[need]
-        for action in lane.needs_previous[at]:
-            before = step.previous
-            if before is not None:
-                i = before.index.get(action)
-                if i is not None and not before.done[i]:
-                    return action
+        for i in lane.needs[at]:
+            if not step.done[i]:
+                return _Need(step, i, lane.actions[i])
+        before = step.previous
+        if before is not None:
+            for action in lane.needs_previous[at]:
+                k = before.index.get(action)
+                if k is not None and not before.done[k]:
+                    return _Need(before, k, action)
         return None
+
+    def _marks(self, lane: LoweredLane, step: Step, at: int) -> list[object]:
+        marks = [step.marks[i] for i in lane.needs[at]]
+        before = step.previous
+        if before is not None:
+            marks += [before.marks[before.index[a]] for a in lane.needs_previous[at] if a in before.index]
+        return [mark for mark in marks if mark is not None]
 
     def _do(self, lane: LoweredLane, step: Step, at: int, stream: str, waited: Action | None) -> None:
         action = lane.actions[at]
         start = time.perf_counter()
-        self._handlers[action.kind](action, step)
+        with self._device.on(stream):
+            self._device.await_marks(self._marks(lane, step, at))
+            self._handlers[action.kind](action, step)
+            mark = self._device.mark()
         if self._delay and action.kind in _COMMUNICATES:
             time.sleep(self._random.uniform(0, self._delay))
         end = time.perf_counter()
         with self._lock:
             step.rows.append(Row(self.rank, step.number, stream, action, start, end, waited))
             step.done[at] = 1
+            step.marks[at] = mark
             step.unfinished -= 1
-            self._lock.notify_all()
+            for other, need in self._waits_for.items():
+                if need is not None and need.at == at and need.step is step:
+                    self._wake[other].notify()
+            if stream != COMPUTE:  # a float may have become possible, or the step may be through
+                self._wake[COMPUTE].notify()
 
     def _serve(self, stream: str) -> None:
         """A stream's thread: its actions in order, each as soon as its dependencies are done."""
@@ -218,7 +244,7 @@ class Executor:
             while True:
                 with self._lock:
                     while not queue and not self._closed and self._error is None:
-                        self._lock.wait()
+                        self._wake[stream].wait()
                     if not queue or self._error is not None:
                         return
                     lane, step = queue[0]
@@ -229,7 +255,7 @@ class Executor:
             with self._lock:
                 if self._error is None:
                     self._error = error
-                self._lock.notify_all()
+                self._notify_all()
 
     def _serve_lane(self, stream: str, lane: LoweredLane, step: Step) -> None:
         order = lane.streams[stream]
@@ -237,19 +263,27 @@ class Executor:
         for position, at in enumerate(order):
             post = self._posts.get(lane.actions[at].kind)
             with self._lock:
-                while self._blocker(lane, step, at) is not None and self._error is None:
-                    self._lock.wait()
+                while (need := self._unmet(lane, step, at)) is not None and self._error is None:
+                    self._waits_for[stream] = need
+                    self._wake[stream].wait()
+                self._waits_for[stream] = None
                 if self._error is not None:
                     return
                 ahead = position + 1
                 if post is not None:
-                    while ahead < len(order) and self._blocker(lane, step, order[ahead]) is None:
+                    while ahead < len(order) and self._unmet(lane, step, order[ahead]) is None:
                         ahead += 1
             if post is not None:
-                for later in order[posted:ahead]:
-                    post(lane.actions[later], step)
+                with self._device.on(stream):
+                    for later in order[posted:ahead]:
+                        self._device.await_marks(self._marks(lane, step, later))
+                        post(lane.actions[later], step)
                 posted = max(posted, ahead)
             self._do(lane, step, at, stream, None)
+
+    def _notify_all(self) -> None:
+        for condition in self._wake.values():
+            condition.notify_all()
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -20,6 +20,7 @@ from ratrain.program.layout import EMBED, HEAD, TIED, Layout
 from ratrain.program.program import Program
 from ratrain.program.schedule import keeps_view
 from ratrain.runtime.collectives import RankOrderReducer, gather_vectors
+from ratrain.runtime.device import HostStreams
 from ratrain.runtime.executor import Handler, Step
 from ratrain.runtime.mesh import Mesh
 from ratrain.runtime.optimizer import StepRule
@@ -50,7 +51,7 @@ class StageStep(Step):
     stop: bool = False
     denominator: int = 0
     stats: Callable[[], tuple[float, ...]] = tuple
-    losses: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
     sample_ids: dict[int, list[int]] = field(default_factory=dict)
     report: StepReport | None = None
 
@@ -90,6 +91,7 @@ class Stage:
         rule: StepRule,
         seeds_random: bool,
         device: torch.device,
+        streams: HostStreams | None = None,
     ) -> None:
         """
         blocks        this stage's, in forward order
@@ -100,6 +102,7 @@ class Stage:
         self.mesh, self.layout, self.blocks, self.units = mesh, layout, dict(blocks), dict(units)
         self.micro_batch, self.seed, self.rule, self.device = micro_batch, seed, rule, device
         self.seeds_random = seeds_random
+        self.streams = streams or HostStreams()
         self.names = layout.stages[mesh.stage]
         self.first, self.final = self.names[0], self.names[-1]
         self.next_block = dict(zip(self.names, self.names[1:]))
@@ -165,7 +168,7 @@ class Stage:
         if saved is not None:
             self._segments[name, j] = saved
         if name == HEAD:
-            step.losses[j] = float(output)
+            step.losses[j] = output
         elif name == self.final:
             self._outputs[j] = output
         else:
@@ -208,6 +211,7 @@ class Stage:
         assert j is not None
         work, buffer = self._incoming.pop((action.kind, j))
         work.wait()
+        self.streams.use(buffer)
         if action.kind is Kind.RECV_ACT:
             self._inputs[self.first, j] = buffer
         else:
@@ -222,6 +226,7 @@ class Stage:
         self._send(self._grad_outputs.pop(action.microbatch), self.mesh.stage - 1, self.mesh.grad)
 
     def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup | None) -> None:
+        self.streams.use(tensor)
         work = dist.isend(tensor.contiguous(), dst=self.mesh.rank_of(stage, self.mesh.replica), group=group)
         assert work is not None
         work.wait()
@@ -235,7 +240,7 @@ class Stage:
 
     def grad_norm(self, action: Action, step: StageStep) -> None:
         """One gather of a small vector per rank; every rank then sums the rows in rank order."""
-        loss = math.fsum(step.losses.values())
+        loss = math.fsum(float(part) for part in step.losses.values())
         square = 0.0
         if step.train:
             counted = [u for u in self.units.values() if u.counts_in_norm]

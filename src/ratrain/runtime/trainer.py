@@ -31,6 +31,7 @@ from ratrain.runtime.account import Ledger, summarise
 from ratrain.runtime.build import StageSettings, build_stage
 from ratrain.runtime.clock import offsets
 from ratrain.runtime.collectives import gather_vectors
+from ratrain.runtime.device import streams_of
 from ratrain.runtime.executor import Executor, LoweredLane, lower_lane
 from ratrain.runtime.manifest import Manifest, read_manifest
 from ratrain.runtime.mesh import Mesh
@@ -107,9 +108,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         job, mesh = self.job, self.mesh
-        self.stage = build_stage(job.spec, job.layout, mesh, job.settings, self.rule, self.device, job.value)
+        streams = streams_of(self.device)
+        self.stage = build_stage(
+            job.spec, job.layout, mesh, job.settings, self.rule, self.device, job.value, streams
+        )
         self.executor = Executor(
-            mesh.rank, self.stage.handlers, self.stage.posts, job.delay, job.settings.seed
+            mesh.rank, self.stage.handlers, self.stage.posts, streams, job.delay, job.settings.seed
         )
         self.programs: dict[str, Program] = {}
         self.lanes: dict[str, LoweredLane] = {}
@@ -319,7 +323,7 @@ class Trainer:
                     "rank": self.mesh.rank,
                     "microbatch": self.mesh.replica * self.job.layout.microbatches + j,
                     "sample_ids": step.sample_ids.get(j),
-                    "loss": step.losses.get(j),
+                    "loss": float(step.losses[j]) if j in step.losses else None,
                 }
                 out.write(json.dumps(record) + "\n")
 
