@@ -78,11 +78,11 @@ class CoreClock:
     def state(self) -> State:
         """Everything that decides the future, relative to now."""
         now = self.now
-        return (
-            max(0, self.ddr_free - now),
-            max(0, self.gsm_free - now),
-            tuple((tag, tuple(max(0, t - now) for t in done)) for tag, done in self.pending.items() if done),
-        )
+        waiting = []
+        for tag, done in self.pending.items():
+            if done:
+                waiting.append((tag, tuple([t - now if t > now else 0 for t in done])))
+        return (max(0, self.ddr_free - now), max(0, self.gsm_free - now), tuple(waiting))
 
     def busy(self) -> Busy:
         return (self.compute, self.issue, self.ddr, self.gsm)

@@ -54,13 +54,16 @@ class Counters:
     peak: dict[str, int] = field(default_factory=dict)
 
 
-def execute(schedule: Schedule, chip: Chip, arrays: dict[str, np.ndarray]) -> Counters:
+def execute(
+    schedule: Schedule, chip: Chip, arrays: dict[str, np.ndarray], values: dict[str, float] | None = None
+) -> Counters:
     """Run `schedule`; `arrays` maps each operand to an array in its dims' order and its dtype, results included.
 
-    Operands missing from `arrays` (partial sums in DDR) are made and poisoned here.
+    Operands missing from `arrays` (partial sums in DDR) are made and poisoned here. `values` are scalars handed to
+    the kernels at run time, such as a learning rate.
     Raises MemoryFault where the schedule breaks a rule of the machine.
     """
-    return _Executor(schedule, chip, arrays).run()
+    return _Executor(schedule, chip, arrays, values or {}).run()
 
 
 @dataclass
@@ -73,8 +76,11 @@ class _Flight:
 
 
 class _Executor:
-    def __init__(self, schedule: Schedule, chip: Chip, arrays: dict[str, np.ndarray]) -> None:
+    def __init__(
+        self, schedule: Schedule, chip: Chip, arrays: dict[str, np.ndarray], values: dict[str, float]
+    ) -> None:
         self.schedule = schedule
+        self.values = values
         self.chip = chip
         self.counters = Counters(bytes=dict.fromkeys(PATHS, 0))
         self.arrays = self._operands(arrays)
@@ -355,7 +361,16 @@ class _Executor:
                 slot.read_by(core, self.epoch)
             if role in numeric.writes:
                 slot.written_by(core, self.epoch, by_kernel=True)
-        numeric.apply(Call(views, dims, dict(kernel.dims), dict(kernel.values), env, self.schedule.offset))
+        numeric.apply(
+            Call(
+                views,
+                dims,
+                dict(kernel.dims),
+                {**dict(kernel.values), **self.values},
+                env,
+                self.schedule.offset,
+            )
+        )
         self.clocks[core].run(kernel_cycles(self.chip, self.schedule, kernel, env))
 
 

@@ -13,7 +13,7 @@ from ratrain.machine.mt3000.gemm import Problem, Tiles, am_bytes, build_gemm, tr
 from ratrain.machine.mt3000.kernels import gemm_cycles
 
 FINALISTS = 2
-DEPTHS = (128, 256, 512, 768, 1024, 2048)
+DEPTHS = (128, 256, 512, 1024, 2048)
 TILE_KEYS = ("MG", "KG", "NA", "MA", "KA", "MS", "PM", "PN", "PK")
 
 
@@ -48,22 +48,27 @@ def best_gemm(
         ),
         key=lambda entry: entry[:2],
     )
-    # The estimate ranks well among schedules of one kind, less well between kinds: price the best few of each.
-    costs: dict[tuple[int, bool, int], list[Cost]] = {}
-    for _, _, tiles in ranked:
-        priced = costs.setdefault((tiles.a_copies, tiles.c_resident, tiles.PK), [])
-        if len(priced) < FINALISTS:
+    # The estimate is close to a lower bound. It ranks well among schedules of one kind, less well between kinds:
+    # price the best few of each, and none whose estimate is above the best price so far.
+    best: Cost | None = None
+    priced: dict[tuple[int, bool, int], int] = {}
+    for bound, _, tiles in ranked:
+        if best is not None and bound >= best.cycles:
+            break
+        kind = (tiles.a_copies, tiles.c_resident, tiles.PK)
+        if priced.get(kind, 0) < FINALISTS:
             schedule = build_gemm(chip, problem, tiles)
             if schedule.fits(chip):
-                priced.append(price(schedule, chip, cores))
-    finalists = [cost for priced in costs.values() for cost in priced]
-    if not finalists:
+                priced[kind] = priced.get(kind, 0) + 1
+                cost = price(schedule, chip, cores)
+                best = cost if best is None or cost.cycles < best.cycles else best
+    if best is None:
         asked = ", ".join(f"{key}={value}" for key, value in fixed) or "any tiles"
         raise UserError(
             f"{problem}: no schedule with {asked} fits {chip.name} (GSM {chip.gsm_bytes}, AM {chip.am_bytes}, "
             f"SM {chip.sm_bytes} bytes); give smaller tiles or fewer of them"
         )
-    return min(finalists, key=lambda cost: cost.cycles)
+    return best
 
 
 def grids(
@@ -108,9 +113,7 @@ def candidates(
         deepest = pinned.get("KA", pinned.get("KG", k))
         depths = {pinned["KA"]} if "KA" in pinned else {min(d, k, deepest) for d in (*DEPTHS, k)}
         widths = (
-            {pinned["NA"]}
-            if "NA" in pinned
-            else {min(n, lanes * w) for w in (1, 2, 3, 4, 6, 8)} | _even(n, lanes, chip)
+            {pinned["NA"]} if "NA" in pinned else {min(n, lanes * w) for w in (2, 4)} | _even(n, lanes, chip)
         )
         for ka in sorted(depths):
             ms = pinned.get("MS", min(m, chip.sm_bytes // (2 * ka * size) // rows * rows))
@@ -142,10 +145,8 @@ def _panels(
     for c_resident in (False, True):
         if c_resident and pinned.get("MA", pinned.get("MG")) != pinned.get("MG", pinned.get("MA")):
             continue
-        if "KG" in pinned:
-            depths = {pinned["KG"]}
-        else:
-            depths = {ka * f for f in (2, 4, 8)} | {k} if c_resident else {ka}
+        deeper = {2 * ka, 4 * ka, k} if c_resident else {ka}
+        depths = {pinned["KG"]} if "KG" in pinned else deeper
         for kg in sorted(depths):
             if (c_resident and kg <= ka) or (pk > 1 and kg < k):
                 continue
@@ -185,7 +186,7 @@ def estimate(chip: Chip, problem: Problem, tiles: Tiles) -> float:
     m = ceil(problem.m / tiles.PM / chip.rows) * chip.rows if tiles.PM > 1 else problem.m
     lanes = chip.lanes(problem.dtype)
     n = min(problem.n, ceil(problem.n / tiles.PN / lanes) * lanes)
-    k = problem.k / tiles.PK
+    k: float = problem.k / tiles.PK
     direct_nt = problem.trans == "nt" and not chip.nt_in_am
     depth = k / tiles.KA
     columns, edge = divmod(n, tiles.NA)
@@ -204,8 +205,8 @@ def estimate(chip: Chip, problem: Problem, tiles: Tiles) -> float:
         compute += k * n / chip.lanes_fp32 * chip.transpose_cycles_per_vector * ceil(m / tiles.MG)
     if tiles.PM > 1:
         issue += chip.barrier_cycles * across * depth * ceil(m / tiles.MG)
-    spills = max(0.0, ceil(k / (tiles.KG if tiles.c_resident else tiles.KA)) - 1) if tiles.PK == 1 else 0.0
-    moved = problem.m * problem.k * size + problem.k * problem.n * size * ceil(m / tiles.MG)
+    spills = max(0, ceil(k / (tiles.KG if tiles.c_resident else tiles.KA)) - 1) if tiles.PK == 1 else 0
+    moved: float = problem.m * problem.k * size + problem.k * problem.n * size * ceil(m / tiles.MG)
     moved += problem.m * problem.n * (2 * spills * wide + size)
     b_tiles = across * depth * (ceil(m / tiles.MG))
     ddr = moved / chip.ddr_bytes_per_cycle + b_tiles * (chip.ddr_latency_cycles + chip.issue_cycles)

@@ -31,6 +31,8 @@ VECTOR_WORK: dict[str, tuple[str, float, float, float]] = {
     "rotary": ("x", 2, 1, 4),
     "swiglu_forward": ("gate", 2, 1, 20),
     "swiglu_backward": ("gate", 3, 2, 28),
+    "bias_forward": ("x", 2, 1, 1),
+    "bias_backward": ("dy", 2, 1, 1),
     "add": ("a", 2, 1, 1),
     "xent_statistics": ("logits", 1, 0, 16),
     "xent_finish": ("total", 3, 2, 20),

@@ -29,11 +29,11 @@ TILE_BYTES = (
 
 
 @lru_cache(maxsize=1024)
-def rmsnorm_forward(chip: Chip, rows: int, width: int, eps: float = 1e-6) -> Schedule:
-    """Y = X / rms(X) * W by rows; saves the reciprocal root `rstd` (FP32)."""
+def rmsnorm_forward(chip: Chip, rows: int, width: int) -> Schedule:
+    """Y = X / rms(X) * W by rows; saves the reciprocal root `rstd` (FP32). Run with the value eps."""
     loads = {"x": _rows("X", "rh"), "w": _rows("W", "h")}
     stores = {"y": _rows("Y", "rh"), "rstd": _rows("rstd", "r", "fp32")}
-    return _stream(chip, "rmsnorm_forward", {"r": rows, "h": width}, "r", loads, stores, (("eps", eps),))
+    return _stream(chip, "rmsnorm_forward", {"r": rows, "h": width}, "r", loads, stores)
 
 
 @lru_cache(maxsize=1024)
@@ -142,7 +142,9 @@ def cross_entropy_forward(chip: Chip, rows: int, vocabulary: int) -> Schedule:
     )
     buffers = (tiles, targets, *vectors.values(), *outs.values())
     ends = (Wait("loss_am>loss"), Wait("lse_am>lse"))
-    return _dealt(chip, "cross_entropy_forward", extents, "r", operands, buffers, (body, *ends))
+    return _dealt(
+        chip, "cross_entropy_forward", extents, "r", operands, buffers, (body, *ends), 5 * rows * vocabulary
+    )
 
 
 @lru_cache(maxsize=256)
@@ -177,7 +179,14 @@ def cross_entropy_backward(chip: Chip, rows: int, vocabulary: int) -> Schedule:
     operands = tuple(Operand(name, ("r",), kind) for name, kind in rowwise.items())
     operands += tuple(Operand(name, ("r", "v"), "fp16") for name in ("logits", "grad"))
     return _dealt(
-        chip, "cross_entropy_backward", extents, "r", operands, buffers, (body, Wait("grad_am>grad"))
+        chip,
+        "cross_entropy_backward",
+        extents,
+        "r",
+        operands,
+        buffers,
+        (body, Wait("grad_am>grad")),
+        5 * rows * vocabulary,
     )
 
 
@@ -193,7 +202,9 @@ def embedding_forward(chip: Chip, rows: int, vocabulary: int, width: int) -> Sch
         Operand("Y", ("r", "h"), "fp16"),
     )
     buffers = (Buffer("row_am", "am", ("h",), (width,), "fp16", 3),)
-    return _dealt(chip, "embedding_forward", extents, "r", operands, buffers, (body, Wait("row_am>Y")))
+    return _dealt(
+        chip, "embedding_forward", extents, "r", operands, buffers, (body, Wait("row_am>Y")), rows * width
+    )
 
 
 @lru_cache(maxsize=256)
@@ -238,14 +249,30 @@ def embedding_backward(chip: Chip, rows: int, vocabulary: int, width: int) -> Sc
 
 
 @lru_cache(maxsize=256)
-def adamw(chip: Chip, elements: int, hyper: Values, gradient: str = "fp16") -> Schedule:
+def adamw(chip: Chip, elements: int, gradient: str = "fp16") -> Schedule:
     """One AdamW update of a shard: p, m, v (FP32) in place from gradient g; writes the FP16 view.
 
-    `hyper`: lr, beta1, beta2, eps, weight_decay, bias1 = 1 - beta1^t, bias2 = 1 - beta2^t, grad_scale.
+    Run with the values lr, beta1, beta2, eps, weight_decay, bias1 = 1 - beta1^t, bias2 = 1 - beta2^t, grad_scale.
     """
     state = {name: _rows(name, "i", "fp32") for name in ("p", "m", "v")}
     loads = {**state, "g": _rows("g", "i", gradient)}
-    return _stream(chip, "adamw", {"i": elements}, "i", loads, {**state, "view": _rows("view", "i")}, hyper)
+    return _stream(chip, "adamw", {"i": elements}, "i", loads, {**state, "view": _rows("view", "i")})
+
+
+@lru_cache(maxsize=256)
+def bias_forward(chip: Chip, rows: int, width: int) -> Schedule:
+    """Y = X + W by rows."""
+    loads = {"x": _rows("X", "rh"), "w": _rows("W", "h")}
+    return _stream(chip, "bias_forward", {"r": rows, "h": width}, "r", loads, {"y": _rows("Y", "rh")})
+
+
+@lru_cache(maxsize=256)
+def bias_backward(chip: Chip, rows: int, width: int) -> Schedule:
+    """dW = column sums of dY."""
+    extents = {"r": rows, "h": width}
+    return _stream(
+        chip, "bias_backward", extents, "r", {"dy": _rows("dY", "rh")}, {}, summed=("dw", _rows("dW", "h"))
+    )
 
 
 def _rows(name: str, dims: str, dtype: str = "fp16") -> Operand:
@@ -265,14 +292,12 @@ def _dealt(
     operands: tuple[Operand, ...],
     buffers: tuple[Buffer, ...],
     body: tuple[Statement, ...],
+    flops: int,
 ) -> Schedule:
     """`body` on contiguous shares of `dim`, over as many cores as get one."""
     total = extents[dim]
     cores = ceil(total / ceil(total / chip.cores))
-    work = total
-    for other, extent in extents.items():
-        work *= extent if other in ("h", "v", "d", "head") and name != "embedding_forward" else 1
-    return Schedule(name, cores, extents, operands, buffers, (Split(dim, cores, body),), work, "fp16")
+    return Schedule(name, cores, extents, operands, buffers, (Split(dim, cores, body),), flops, "fp16")
 
 
 def _stream(

@@ -214,6 +214,17 @@ def add(call: Call) -> None:
         call.views["y"][...] = call.wide("a") + call.wide("b")
 
 
+@kernel("bias_forward", writes="y")
+def bias_forward(call: Call) -> None:
+    with np.errstate(over="ignore"):
+        call.views["y"][...] = call.wide("x") + call.wide("w")
+
+
+@kernel("bias_backward", writes="", updates="dw")
+def bias_backward(call: Call) -> None:
+    call.views["dw"][...] += call.wide("dy").sum(axis=0)
+
+
 @kernel("xent_statistics", writes="", updates="top total picked")
 def xent_statistics(call: Call) -> None:
     """One tile of the vocabulary: running maximum, sum of exponentials, and the target's logit if it is here."""

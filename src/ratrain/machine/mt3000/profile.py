@@ -17,10 +17,6 @@ from ratrain.machine.mt3000.gemm import Problem
 from ratrain.machine.mt3000.gemm_search import best_gemm
 from ratrain.machine.mt3000.schedule import Schedule
 
-# Placeholder hyper-parameters: an update's time does not depend on them.
-ANY_HYPER = tuple(
-    (name, 1.0) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "bias1", "bias2", "grad_scale")
-)
 ROTARY_HEAD = 128  # of no effect on traffic but for the cosines and sines
 
 
@@ -96,7 +92,7 @@ def operator_seconds(chip: Chip, operator: OperatorShape, backward: bool = False
 
 def update_seconds(chip: Chip, parameters: int) -> float:
     """Seconds of one AdamW update of a shard of `parameters` (FP16 gradient and view, FP32 master and moments)."""
-    return price_schedule(layer.adamw(chip, parameters, ANY_HYPER), chip).seconds if parameters else 0.0
+    return price_schedule(layer.adamw(chip, parameters), chip).seconds if parameters else 0.0
 
 
 def _heads(operator: OperatorShape) -> Heads:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
 
 from ratrain.machine.mt3000.chip import DTYPE_BYTES, Chip
 
@@ -188,7 +189,8 @@ class Schedule:
 
     @cached_property
     def places(self) -> dict[str, Operand | Buffer]:
-        return {place.name: place for place in (*self.operands, *self.buffers)}
+        places: tuple[Operand | Buffer, ...] = (*self.operands, *self.buffers)
+        return {place.name: place for place in places}
 
     def level(self, name: str) -> str:
         place = self.places[name]
@@ -257,7 +259,7 @@ def narrow(node: Split | Causal | Pick, env: Env, core: int, schedule: Schedule)
             part = (core // node.stride) % node.ways
             if node.strided:
                 return {**env, node.dim: covered[part :: node.ways]}
-            share = -(-(-(-len(covered) // node.ways)) // node.unit) * node.unit
+            share = ceil(ceil(len(covered) / node.ways) / node.unit) * node.unit
             return {**env, node.dim: covered[part * share : (part + 1) * share]}
         case Causal():
             keys = env[node.key]
@@ -309,9 +311,11 @@ def _body_lines(body: tuple[Statement, ...], indent: str) -> Iterator[str]:
         match statement:
             case Dma():
                 how = f" broadcast to {statement.broadcast}" if statement.broadcast > 1 else ""
-                yield f"{indent}dma {statement.src} -> {statement.dst}{how}{' (ahead)' if statement.ahead else ''}{when}"
+                how += " (ahead)" if statement.ahead else ""
+                yield f"{indent}dma {statement.src} -> {statement.dst}{how}{when}"
             case Wait():
-                yield f"{indent}wait {statement.tag}{f' until {statement.keep} left' if statement.keep else ''}{when}"
+                keep = f" until {statement.keep} left" if statement.keep else ""
+                yield f"{indent}wait {statement.tag}{keep}{when}"
             case Kernel():
                 args = ", ".join(f"{role}={name}" for role, name in (*statement.args, *statement.dims))
                 yield f"{indent}{statement.name}({args}){when}"
