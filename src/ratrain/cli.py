@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ratrain import __version__
 from ratrain.errors import UserError
@@ -23,10 +24,17 @@ COMMANDS = {
 """Command name to its line of help; the module `ratrain.commands.<name>` has `register` and `run`."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses bad usage in one line, as everything else is refused."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"ratrain: {message}; see {self.prog} --help\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 1 for a failed run, 2 for bad usage or bad input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ratrain",
         description="Train dense language models where memory per device is small and the network is slow.",
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import math
 import re
 import tomllib
 import types
@@ -61,18 +63,22 @@ class TrainConfig:
     steps: int = _doc("updates to run in all", 100, least=1)
     global_batch: int = _doc("sequences per update", 8, least=1)
     micro_batch: int | str = _doc("sequences per pipeline pass; auto: the planner's choice", AUTO, least=1)
-    lr: float = _doc("peak learning rate", 3e-4)
-    lr_min_ratio: float = _doc("final learning rate of the cosine, as a share of the peak", 0.1)
+    lr: float = _doc("peak learning rate", 3e-4, least=0.0)
+    lr_min_ratio: float = _doc(
+        "final learning rate of the cosine, as a share of the peak", 0.1, least=0.0, most=1.0
+    )
     warmup_steps: int = _doc("updates of linear warm-up", 10, least=0)
-    weight_decay: float = _doc("AdamW decay; norms and biases are never decayed", 0.1)
-    beta1: float = _doc("AdamW first moment", 0.9)
-    beta2: float = _doc("AdamW second moment", 0.95)
-    eps: float = _doc("AdamW epsilon", 1e-8)
-    clip: float = _doc("global gradient norm limit over all stages and replicas; 0: off", 1.0)
+    weight_decay: float = _doc("AdamW decay; norms and biases are never decayed", 0.1, least=0.0)
+    beta1: float = _doc("AdamW first moment", 0.9, least=0.0, below=1.0)
+    beta2: float = _doc("AdamW second moment", 0.95, least=0.0, below=1.0)
+    eps: float = _doc("AdamW epsilon", 1e-8, above=0.0)
+    clip: float = _doc("global gradient norm limit over all stages and replicas; 0: off", 1.0, least=0.0)
     seed: int = _doc("initial weights, sample order and dropout depend on it and on nothing else", 0)
     checkpoint_every: int = _doc("updates between checkpoints; 0: only at the end", 0, least=0)
     keep_checkpoints: int = _doc("how many checkpoints stay", 2, least=1)
-    loss_scale: float = _doc("initial dynamic loss scale with fp16 views; ignored otherwise", 65536.0)
+    loss_scale: float = _doc(
+        "initial dynamic loss scale with fp16 views; ignored otherwise", 65536.0, above=0.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +154,9 @@ class RunConfig:
     log_microbatches: bool = _doc(
         "write sample ids and loss of every micro-batch to samples-RANK.jsonl", False
     )
-    delay: float = _doc("for tests: random extra seconds before each communication counts as done", 0.0)
+    delay: float = _doc(
+        "for tests: random extra seconds before each communication counts as done", 0.0, least=0.0
+    )
     in_place_grads: bool = _doc("weight gradients accumulate straight into the flat buffer", True)
 
 
@@ -208,6 +216,8 @@ def parse_bytes(text: str, name: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B\s*", text)
     if match is None:
         raise UserError(f"{name} = {text!r}: expected a number with a unit, such as '20 GB' or '1.5 GiB'")
+    if float(match[1]) == 0:
+        raise UserError(f"{name} = {text!r}: expected more than nothing")
     prefix = match[2] or ""
     base = 1024 if prefix.endswith("i") else 1000
     return int(float(match[1]) * base ** ("KMGT".index(prefix[0]) + 1 if prefix else 0))
@@ -249,7 +259,7 @@ def _override(table: dict[str, Any], text: str) -> None:
 
 def _build(kind: type, table: Any, source: str, prefix: str) -> Any:
     if not isinstance(table, Mapping):
-        raise UserError(f"{source}: {prefix or 'the file'} must be a table")
+        raise UserError(f"{source}: {prefix.rstrip('.') or 'the file'} must be a table")
     hints = typing.get_type_hints(kind)
     known = {f.name: f for f in dataclasses.fields(kind)}
     for name in table:
@@ -287,21 +297,26 @@ def _value(hint: Any, value: Any, f: dataclasses.Field[Any], where: str) -> Any:
     if isinstance(value, bool) and bool not in options:
         raise UserError(f"{where} = {value!r}: expected {_words(options)}")
     if not any(isinstance(value, typing.get_origin(o) or o) for o in options):
-        raise UserError(f"{where} = {value!r}: expected {_words(options)}")
+        raise UserError(f"{where} = {value!r}: expected {_words(options)} ({f.metadata['doc']})")
     if isinstance(value, int | float) and not isinstance(value, bool):
-        least, most = f.metadata.get("least"), f.metadata.get("most")
-        if (least is not None and value < least) or (most is not None and value > most):
-            span = f"at least {least}" if most is None else f"{least} to {most}"
-            raise UserError(f"{where} = {value!r}: expected {span}")
+        _check_range(value, f.metadata, where)
+    if value == "" and f.default != "":
+        raise UserError(f"{where} is empty; expected: {f.metadata['doc']}")
     if f.name == "policy" and isinstance(value, str) and value not in (AUTO, *RUNGS):
         raise UserError(f"{where} = {value!r}: expected one of auto, {', '.join(RUNGS)}, or a table")
-    if (
-        f.name == "layers"
-        and isinstance(value, tuple)
-        and not all(isinstance(n, int) and n >= 0 for n in value)
-    ):
+    if f.name == "layers" and isinstance(value, tuple) and not all(type(n) is int and n >= 0 for n in value):
         raise UserError(f"{where} = {list(value)!r}: expected whole numbers of at least 0")
     return value
+
+
+def _check_range(value: float, limits: Mapping[str, Any], where: str) -> None:
+    """UserError unless `value` is finite and within `least` and `most` (inclusive), `above` and `below`."""
+    words = {"least": "at least", "above": "more than", "most": "at most", "below": "less than"}
+    least, most = limits.get("least", -math.inf), limits.get("most", math.inf)
+    above, below = limits.get("above", -math.inf), limits.get("below", math.inf)
+    if not (math.isfinite(value) and least <= value <= most and above < value < below):
+        span = " and ".join(f"{word} {limits[key]:g}" for key, word in words.items() if key in limits)
+        raise UserError(f"{where} = {value!r}: expected {span or 'a finite number'}")
 
 
 def _words(options: Iterable[Any]) -> str:
@@ -323,7 +338,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML string
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, Mapping):

@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratrain.config import Config, load_config, to_toml
+from ratrain.config import AUTO, Config, load_config, parse_bytes, to_toml
+from ratrain.data.aside import written_aside
 from ratrain.errors import UserError
 from ratrain.model.spec import ModelSpec, load_spec
 from ratrain.plan.plan import Plan, load_plan
+from ratrain.report.files import write_whole
 
 RUN_TOML, PLAN_JSON, SETUP_JSON = "run.toml", "plan.json", "setup.json"
 MODEL_JSON, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"
@@ -50,19 +52,42 @@ def resolve_plan(config: Config, spec: ModelSpec, plan_file: Path | None, device
     budget."""
     from ratrain.plan.resolve import resolve
 
+    if spec.max_positions is not None and config.data.seq_len > spec.max_positions:
+        raise UserError(
+            f"data.seq_len {config.data.seq_len} is beyond the model's {spec.max_positions} positions; lower it, "
+            "or raise max_position_embeddings in the model's config.json"
+        )
     if plan_file is None:
         return resolve(config, spec, devices=devices)
     plan = load_plan(plan_file)
     plan.require_model(spec)
-    for name, want, have in (
-        ("data.seq_len", config.data.seq_len, plan.seq_len),
-        ("train.global_batch", config.train.global_batch, plan.global_batch),
-    ):
-        if want != have:
+    for name, want, have in _planned(config, plan):
+        if want not in (have, AUTO):
             raise UserError(f"{plan_file}: planned for {name} = {have}, the run has {want}; plan again")
     if devices is not None and devices != plan.ranks:
         raise UserError(f"{plan_file}: a plan for {plan.ranks} processes, but {devices} are to run")
     return plan
+
+
+def _planned(config: Config, plan: Plan) -> Iterator[tuple[str, Any, Any]]:
+    """Settings that a plan fixes: name, what the configuration says, what the plan says."""
+    from ratrain.plan.precision import resolve_precision
+
+    memory, precision = config.machine.memory, resolve_precision(config.precision)
+    gated = config.train.clip > 0 or precision.view == "fp16"
+    yield "data.seq_len", config.data.seq_len, plan.seq_len
+    yield "train.global_batch", config.train.global_batch, plan.global_batch
+    yield "train.micro_batch", config.train.micro_batch, plan.micro_batch
+    yield "parallel.pipeline", config.parallel.pipeline, plan.pipeline
+    yield "parallel.data", config.parallel.data, plan.data
+    yield "parallel.tensor", config.parallel.tensor, plan.tensor
+    yield "parallel.zero", config.parallel.zero, plan.zero
+    yield "parallel.layers", config.parallel.layers, plan.layers
+    yield "precision.view", precision.view, plan.view
+    yield "precision.grad", precision.grad, plan.grad
+    yield "precision.reduce", precision.reduce, plan.reduce
+    yield "clipping", "on" if gated else "off", "on" if plan.gated else "off"
+    yield "machine.memory", memory if memory == AUTO else parse_bytes(memory, "machine.memory"), plan.budget
 
 
 def check_programs(plan: Plan, spec: ModelSpec) -> None:
@@ -91,6 +116,7 @@ def prepare_run(
 
     spec = load_spec(Path(config.model.config))
     plan = resolve_plan(config, spec, plan_file, devices)
+    _check_machine(config)
     if plan.tensor != 1:
         raise UserError(f"parallel.tensor = {plan.tensor}: only 1 runs so far; plan with parallel.tensor = 1")
     check_programs(plan, spec)
@@ -178,6 +204,19 @@ def model_folder(config: Config) -> Path | None:
     return folder if has_weights(folder) else None
 
 
+def _check_machine(config: Config) -> None:
+    """UserError if this machine, or this version, cannot execute a run as it is asked for."""
+    if config.run.backend != "torch":
+        raise UserError(
+            f"run.backend = {config.run.backend}: only torch trains so far; set run.backend to torch"
+        )
+    if config.run.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError("run.device = cuda: torch finds no CUDA device here; set run.device to cpu")
+
+
 def _check_weights(config: Config, spec: ModelSpec) -> None:
     folder = model_folder(config)
     if folder is not None:
@@ -187,22 +226,31 @@ def _check_weights(config: Config, spec: ModelSpec) -> None:
 
 
 def _write(run: Run, tokenizer: Path | None) -> None:
+    """Every file whole or not at all; a folder that was not there before is not left behind half-filled."""
     folder = run.folder
+    setup = {
+        "train": str(run.train),
+        "validation": str(run.validation) if run.validation else None,
+        "resume": str(run.resume) if run.resume else None,
+        "statistics": run.statistics,
+        "identity": run.identity,
+    }
+    new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RUN_TOML).write_text(to_toml(run.config))
+        write_whole(folder / RUN_TOML, to_toml(run.config))
         run.plan.save(folder / PLAN_JSON)
-        (folder / MODEL_JSON).write_text(json.dumps(run.spec.raw, indent=1) + "\n")
+        write_whole(folder / MODEL_JSON, json.dumps(run.spec.raw, indent=1) + "\n")
         if tokenizer is not None:
-            shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
-            shutil.copytree(tokenizer, folder / TOKENIZER)
-        setup = {
-            "train": str(run.train),
-            "validation": str(run.validation) if run.validation else None,
-            "resume": str(run.resume) if run.resume else None,
-            "statistics": run.statistics,
-            "identity": run.identity,
-        }
-        (folder / SETUP_JSON).write_text(json.dumps(setup, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"run.out = {folder}: cannot be written ({error.strerror})") from None
+            with written_aside(folder / TOKENIZER) as aside:
+                shutil.copytree(tokenizer, aside, dirs_exist_ok=True)
+        write_whole(folder / SETUP_JSON, json.dumps(setup, indent=1) + "\n")
+    except (OSError, UserError) as error:
+        if new:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, UserError):
+            raise
+        reason = error.strerror or error
+        raise UserError(
+            f"run.out = {folder}: cannot be written ({reason}); name another folder with --out"
+        ) from None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 
+from ratrain.commands.arguments import positive
 from ratrain.commands.plan import add_request, requested
 
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_request(parser)
-    parser.add_argument("--columns", type=int, default=40, help="width of the grid in units of time")
+    parser.add_argument("--columns", type=positive, default=40, help="width of the grid in units of time")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 

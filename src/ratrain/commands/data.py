@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import json
 
+from ratrain.commands.arguments import positive
+
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
@@ -14,7 +16,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     prepare.add_argument("corpus", help="text file, folder, .jsonl, .jsonl.gz, or python-stdlib")
     prepare.add_argument("--validation", help="corpus for evaluation (default: about 2 %% of the documents)")
     prepare.add_argument("--tokenizer", help="HF tokenizer folder or tokenizer.json (default: train one)")
-    prepare.add_argument("--vocab", type=int, default=4096, help="vocabulary of a trained tokenizer")
+    prepare.add_argument("--vocab", type=positive, default=4096, help="vocabulary of a trained tokenizer")
     prepare.add_argument("--out", default=".cache/ratrain", help="cache folder")
     prepare.add_argument("--skip-bad", action="store_true", help="skip and count undecodable input")
     prepare.add_argument("--json", action="store_true", help="print the result as JSON")

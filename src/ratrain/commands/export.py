@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     from ratrain.model.spec import load_spec
     from ratrain.run_folder import CHECKPOINTS, MODEL_JSON, TOKENIZER
-    from ratrain.runtime.manifest import complete, read_manifest
+    from ratrain.runtime.manifest import check_fits, complete, read_manifest
 
     folder: Path = args.checkpoint
     if (folder / CHECKPOINTS).is_dir():
@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     if not (home / MODEL_JSON).is_file():
         raise UserError(f"{folder}: no {MODEL_JSON} in {home}; leave checkpoints inside their run folder")
     spec = load_spec(home / MODEL_JSON)
+    check_fits(manifest, folder, {name: list(p.shape) for name, p in spec.all_parameters().items()}, {})
+    _check_target(args.folder)
 
     from ratrain.model.export import export
     from ratrain.runtime.build import DTYPES
@@ -44,3 +46,14 @@ def run(args: argparse.Namespace) -> int:
     export(args.folder, spec, ((name, read(name).to(dtype)) for name in manifest.shapes), extra, replace=True)
     print(f"exported {folder} (step {manifest.step}) to {args.folder}")
     return 0
+
+
+def _check_target(folder: Path) -> None:
+    """UserError if `folder` holds anything but an earlier export, which alone may be replaced."""
+    from ratrain.model.weights import has_weights
+
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    flat = folder.is_dir() and all(path.is_file() for path in folder.iterdir())
+    if not (flat and (folder / "config.json").is_file() and has_weights(folder)):
+        raise UserError(f"{folder}: exists and is no exported model; choose another folder, or remove it")

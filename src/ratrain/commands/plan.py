@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from ratrain.commands.arguments import positive
 from ratrain.config import Config, format_bytes, load_config
 from ratrain.model.spec import ModelSpec
 
@@ -17,7 +18,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="A.B=VALUE", help="override a configuration value"
     )
     parser.add_argument("--plan", type=Path, help="use exactly this plan")
-    parser.add_argument("--devices", type=int, help="processes in all (machine.devices)")
+    parser.add_argument("--devices", type=positive, help="processes in all (machine.devices)")
 
 
 def requested(args: argparse.Namespace) -> tuple[Config, ModelSpec]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ratrain.commands.arguments import positive
 from ratrain.config import Config, describe, load_config, parse_config, to_toml
 from ratrain.errors import UserError
 from ratrain.report.table import render_table
@@ -30,7 +31,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="A.B=VALUE", help="override a configuration value"
     )
     parser.add_argument("--out", help="run folder (run.out)")
-    parser.add_argument("--nproc", type=int, help="processes on this host (default: what the plan has)")
+    parser.add_argument("--nproc", type=positive, help="processes on this host (default: what the plan has)")
     parser.add_argument("--port", type=int, help="rendezvous port (default: a free one)")
     parser.add_argument("--plan", type=Path, help="run exactly this plan")
     parser.add_argument(
@@ -46,15 +47,25 @@ def run(args: argparse.Namespace) -> int:
     if args.help_config:
         print(render_table(("field", "default", "meaning"), describe()))
         return 0
-    from ratrain.runtime.rendezvous import place_from
-
-    if args.worker is not None or place_from(os.environ) is not None:
-        return _work(args)
     from ratrain.runtime.launch import launch
+    from ratrain.runtime.rendezvous import listen, place_from
 
+    place = place_from(os.environ)
+    if args.worker is not None or place is not None:
+        try:
+            return _work(args)
+        except UserError:
+            if place is not None and place.local_rank > 0:  # the first rank of this host says the same
+                return 2
+            raise
+
+    if args.port is not None:  # a taken one is known before the data is prepared
+        listen("127.0.0.1", args.port).close()
     prepared = prepare_run(configuration(args), args.plan, args.nproc, args.resume, DataProgress())
     print(announce(prepared))
     sys.stdout.flush()
+    if _finished(prepared):
+        return 0
     debug = ["--debug"] if args.debug else []
     return launch(
         ["train", "--worker", str(prepared.folder), *debug], prepared.plan.ranks, master_port=args.port
@@ -65,13 +76,11 @@ def configuration(args: argparse.Namespace) -> Config:
     """The configuration that the arguments name, options applied."""
     if args.run is None:
         raise UserError("train: no RUN.toml given; see examples/tiny.toml")
-    config = load_config(Path(args.run), args.set)
-    changes: dict[str, Any] = {}
-    if args.out:
-        changes["out"] = args.out
-    if args.passes:
-        changes["passes"] = args.passes if args.passes in ("all", "none") else tuple(args.passes.split(","))
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))
+    options = {"run.out": args.out, "run.passes": args.passes}
+    given = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
+    if args.passes is not None and args.plan is not None:
+        raise UserError("--passes and --plan: a plan says which passes run; give one of the two")
+    return load_config(Path(args.run), [*args.set, *given])
 
 
 def announce(run: Run) -> str:
@@ -89,7 +98,24 @@ def announce(run: Run) -> str:
     lines.append(f"run folder {run.folder}")
     if run.resume is not None:
         lines.append(f"resuming from {run.resume}")
+    if _finished(run):
+        lines.append(
+            f"step {_start(run)} of {run.config.train.steps} is reached: nothing to train; raise train.steps, or "
+            "start afresh with --resume never"
+        )
     return "\n".join(lines)
+
+
+def _start(run: Run) -> int:
+    """Updates that the run has behind it."""
+    from ratrain.runtime.manifest import read_manifest
+
+    return read_manifest(run.resume).step if run.resume is not None else 0
+
+
+def _finished(run: Run) -> bool:
+    """Whether nothing is left to train."""
+    return _start(run) >= run.config.train.steps
 
 
 class DataProgress:
@@ -109,7 +135,7 @@ def _work(args: argparse.Namespace) -> int:
 
     def body(rendezvous: Rendezvous, heartbeat: Heartbeat) -> int:
         assigned = read_run(args.worker) if args.worker is not None else _meet(args, rendezvous)
-        return _train(assigned, rendezvous)
+        return 0 if _finished(assigned) else _train(assigned, rendezvous)
 
     return worker_main(body, device=config.run.device, debug=args.debug)
 
@@ -136,6 +162,8 @@ def _meet(args: argparse.Namespace, rendezvous: Rendezvous) -> Run:
     from ratrain.model.spec import load_spec
     from ratrain.plan.plan import Plan
 
+    # Preparing takes as long as the corpus is large; should rank 0 die over it, the heartbeat ends this rank.
+    rendezvous.store.wait(["run"], timedelta(days=30))
     told = json.loads(rendezvous.store.get("run"))
     config = parse_config(tomllib.loads(told["config"]), args.run)
     paths = {key: Path(told[key]) if told[key] else None for key in ("train", "validation", "resume")}
@@ -202,7 +230,6 @@ def _recorder(assigned: Run, mesh: Mesh) -> Recorder:
     from ratrain.report.places import Place
     from ratrain.report.recorder import RunRecorder
     from ratrain.report.terminal import Progress
-    from ratrain.runtime.manifest import read_manifest
 
     plan, config = assigned.plan, assigned.config
     places = [Place(rank, *divmod(rank, mesh.replicas)) for rank in range(mesh.size)]
@@ -215,7 +242,7 @@ def _recorder(assigned: Run, mesh: Mesh) -> Recorder:
         "ranks": [p.to_json() for p in places],
         "passes": list(plan.passes),
     }
-    done = read_manifest(assigned.resume).step if assigned.resume else 0
+    done = _start(assigned)
     progress = Progress(plan.budget)
     progress.start(config.train.steps, done)
     return RunRecorder(assigned.folder, progress, header, places, done)
