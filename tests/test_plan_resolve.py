@@ -98,7 +98,7 @@ def test_auto_takes_what_fits() -> None:
     auto = {"pipeline": "auto", "data": "auto", "zero": "auto", "layers": "auto"}
     plan = resolve(config(parallel=auto, recovery={"policy": "auto"}), tiny_spec(), devices=4)
     assert plan.ranks == 4
-    refuse("no even layout of 4 processes fits 1.00 MB", 4, None, parallel=auto, machine={"memory": "1 MB"})
+    refuse("no layout of 4 devices fits 1.00 MB each", 4, None, parallel=auto, machine={"memory": "1 MB"})
 
 
 def test_planning_needs_no_torch(tmp_path: Path) -> None:

@@ -16,12 +16,22 @@ from ratrain.program.layout import EMBED, HEAD
 
 @dataclass(frozen=True)
 class Estimate:
-    """step   seconds
-    bound  the stage that decides
+    """steady  seconds in which the slowest stage computes its micro-batches
+    fill    seconds more until the first micro-batch reaches it and the last one's gradient returns, or in
+            which round trips keep it waiting
+    tail    exposed seconds between two steps
+    bound   the slowest stage
     """
 
-    step: float
+    steady: float
+    fill: float
+    tail: float
     bound: int
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return self.steady + self.fill + self.tail
 
 
 def estimate(shape: Shape, stages: Sequence[Stage]) -> Estimate:
@@ -42,8 +52,9 @@ def estimate(shape: Shape, stages: Sequence[Stage]) -> Estimate:
             later += trip[index] + (2 * message if index + 1 < len(stages) else 0.0)
             cycle = max(cycle, later / min(shape.pipeline - index, total))
     bound = max(range(len(stages)), key=lambda s: occupied[s])
-    step = max(occupied[bound], whole + (total - 1) * cycle)
-    return Estimate(step + _tail(shape, stages), bound)
+    through = max(occupied[bound], whole + (total - 1) * cycle)
+    steady = total * stages[bound].busy
+    return Estimate(steady, through - steady, _tail(shape, stages), bound)
 
 
 def lower_bound(shape: Shape) -> float:

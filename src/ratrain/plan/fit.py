@@ -32,7 +32,7 @@ def require_fit(plan: Plan) -> None:
     if not fits(plan):
         raise UserError(
             f"{overflow(plan)}; the smallest machine.memory that would hold it is "
-            f"{format_bytes(_rounded_up(plan.forecast.peak))}"  # type: ignore[union-attr]
+            f"{format_bytes(round_up(plan.forecast.peak))}"  # type: ignore[union-attr]
         )
 
 
@@ -61,7 +61,7 @@ def largest_parts(memory: StageMemory) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in listed if size >= memory.total // 100)
 
 
-def _rounded_up(size: int) -> int:
+def round_up(size: int) -> int:
     """To the next hundredth of its unit, so that the figure as printed does hold."""
     step = next((unit // 100 for unit in (10**12, 10**9, 10**6, 10**3) if size >= unit), 1)
     return -(-size // step) * step

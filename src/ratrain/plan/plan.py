@@ -95,13 +95,7 @@ class Plan:
         for name in self.passes:
             if name not in PASSES:
                 raise UserError(f"plan: unknown pass {name!r}; passes are {', '.join(PASSES)}")
-        per_pass = self.data * self.micro_batch
-        if self.global_batch % per_pass:
-            near = max(per_pass, round(self.global_batch / per_pass) * per_pass)
-            raise UserError(
-                f"train.global_batch {self.global_batch} is not a multiple of {per_pass} = parallel.data "
-                f"{self.data} x train.micro_batch {self.micro_batch}; try {near}"
-            )
+        check_batches(self.global_batch, self.data, self.micro_batch)
         if self.ranks > self.devices:
             raise UserError(
                 f"{self.pipeline} stages x {self.data} replicas x {self.tensor} tensor ranks are "
@@ -227,6 +221,19 @@ def fingerprint(spec: ModelSpec) -> str:
     shape = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.compare}
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:8]
     return f"{spec.family}-{spec.layers}x{spec.hidden}-{digest}"
+
+
+def check_batches(global_batch: int, data: int | None, micro_batch: int | None) -> None:
+    """UserError if what is given of replicas and micro-batch does not multiply up to the global batch."""
+    per_pass = (data or 1) * (micro_batch or 1)
+    if global_batch % per_pass:
+        near = max(per_pass, round(global_batch / per_pass) * per_pass)
+        given = [f"parallel.data {data}"] if data else []
+        given += [f"train.micro_batch {micro_batch}"] if micro_batch else []
+        raise UserError(
+            f"train.global_batch {global_batch} is not a multiple of {per_pass} = {' x '.join(given)}; "
+            f"try {near}"
+        )
 
 
 def uniform_rungs(layers: tuple[int, ...], rung: str) -> tuple[tuple[str, ...], ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from ratrain.config import AUTO, Config
 from ratrain.errors import UserError
 from ratrain.model.spec import ModelSpec
-from ratrain.plan.plan import Plan, fingerprint
+from ratrain.plan.plan import Plan, check_batches, fingerprint
 from ratrain.plan.precision import Precision, resolve_precision
 from ratrain.plan.target import Target, load_target
 from ratrain.program.layout import EMBED, HEAD, RUNGS, place
@@ -101,6 +101,7 @@ def read_request(config: Config, spec: ModelSpec, devices: int | None = None) ->
             f"are {asked}; set machine.devices or --nproc to {pipeline * data}, or leave one at auto"
         )
     check_layers(spec, layers, pipeline)
+    check_batches(train.global_batch, data, _number(train.micro_batch))
     return Request(
         spec=spec,
         target=load_target(config.machine, asked),

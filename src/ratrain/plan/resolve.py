@@ -1,84 +1,68 @@
-"""From a configuration to a plan: checks what is given, and fills in what is left at auto."""
+"""From a configuration to the plan of a run: checks what is given, and plans what is left at auto."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ratrain.config import Config, format_bytes
+from ratrain.config import Config
 from ratrain.errors import UserError
 from ratrain.model.spec import ModelSpec
-from ratrain.plan.fit import fits, overflow, require_fit, with_memory
-from ratrain.plan.placement import even_layers
-from ratrain.plan.plan import Plan, uniform_rungs
+from ratrain.plan.compute import Compute
+from ratrain.plan.explain import impossible, reasons_for
+from ratrain.plan.fit import fits, require_fit, with_memory
+from ratrain.plan.plan import Plan
 from ratrain.plan.request import Request, read_request
-from ratrain.program.layout import RUNGS
+from ratrain.plan.search import search
 
 
 def resolve(config: Config, spec: ModelSpec, *, devices: int | None = None) -> Plan:
     """The plan of a run on `devices` processes (None: see request.read_request), memory forecast included.
 
-    An explicit layout is validated. What is left at auto is the first even layout that fits.
     Raises UserError with one line: layers or batch sizes that do not divide, more or fewer processes than the
     layout has, a budget that cannot hold it.
     """
     request = read_request(config, spec, devices)
     if request.tensor not in (None, 1):
         raise UserError(f"parallel.tensor = {request.tensor}: only 1 runs so far; set it to 1 or auto")
-    return first_fit(request)
-
-
-def first_fit(request: Request) -> Plan:
-    """The first even layout that fits: few stages before many, keeping activations before recovering them.
-
-    Raises UserError with the nearest miss.
-    """
-    nearest: Plan | None = None
-    refusal: UserError | None = None
-    for plan in even_layouts(request):
-        if isinstance(plan, UserError):
-            refusal = refusal or plan
-            continue
-        plan = with_memory(plan, request.spec)
-        if fits(plan):
-            return plan
-        if nearest is None or plan.forecast.peak < nearest.forecast.peak:  # type: ignore[union-attr]
-            nearest = plan
-    if nearest is None:
-        raise refusal or UserError(
-            f"no layout of {request.devices} processes holds {request.spec.layers} layers with "
-            f"train.global_batch {request.global_batch}; change one of them"
-        )
     if not request.open:
-        require_fit(nearest)
-    raise UserError(
-        f"no even layout of {request.devices} processes fits {format_bytes(request.target.memory)}; the "
-        f"nearest: {overflow(nearest)}"
-    )
+        return explicit(request)
+    compute = compute_of(request)
+    settled = None not in (request.pipeline, request.data, request.zero, request.micro_batch)
+    result = search(request, compute, to_run=True, simulated=0 if settled else 10)
+    if result.plans:
+        best = result.plans[0]
+    else:
+        fitting = (c.plan() for c in result.placed if c.time is not None)
+        found = next((plan for plan in fitting if fits(plan)), None)
+        if found is None:
+            raise UserError(impossible(request, compute, result, to_run=True))
+        best = found
+    return best.with_(why=reasons_for(best, result))
 
 
-def even_layouts(request: Request) -> Iterator[Plan | UserError]:
-    """Even layouts of exactly `devices` processes, and what is wrong with those that are no plan."""
-    spec = request.spec
-    pipelines = (
-        [request.pipeline] if request.pipeline else range(1, min(request.devices, spec.layers + 2) + 1)
-    )
-    for stages in pipelines:
-        if request.devices % stages:
-            continue
-        data = request.data or request.devices // stages
-        if stages * data != request.devices:
-            continue
-        layers = request.layers or even_layers(stages, spec.layers)
-        for zero in (1, 2, 3) if request.zero is None else (request.zero,):
-            for rungs in (
-                [None] if request.policy is not None else [uniform_rungs(layers, rung) for rung in RUNGS]
-            ):
-                for elide in (True, False) if request.elide is None else (request.elide,):
-                    choices = {"elide": elide} if rungs is None else {"elide": elide, "rungs": rungs}
-                    try:
-                        yield request.plan(
-                            layers=layers, data=data, zero=zero, micro_batch=request.micro_batch or 1,
-                            **choices,
-                        )  # fmt: skip
-                    except UserError as error:
-                        yield error
+def explicit(request: Request) -> Plan:
+    """The plan of a request that leaves nothing open but whether anything is elided; UserError if it does not
+    fit."""
+    assert request.layers is not None and request.data and request.micro_batch
+    assert request.zero is not None
+    choices = [request.elide] if request.elide is not None else [True, False]
+    plans = [
+        with_memory(
+            request.plan(
+                layers=request.layers,
+                data=request.data,
+                zero=request.zero,
+                micro_batch=request.micro_batch,
+                tensor=request.tensor or 1,
+                elide=elide,
+            ),
+            request.spec,
+        )
+        for elide in choices
+    ]
+    plan = next((plan for plan in plans if fits(plan)), plans[-1])
+    require_fit(plan)
+    return plan.with_(why=("an explicit layout",))
+
+
+def compute_of(request: Request) -> Compute:
+    """What prices a request: its profile or its platform."""
+    return Compute(request.target.profile or request.target.platform, request.precision.view)

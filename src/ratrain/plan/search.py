@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ratrain.errors import UserError
 from ratrain.plan.compute import Compute
 from ratrain.plan.estimate import Estimate, estimate, lower_bound
 from ratrain.plan.fit import fits, with_memory
@@ -88,13 +87,20 @@ class Result:
     bounded: tuple[tuple[Shape, float], ...]
 
 
-def search(request: Request, compute: Compute, *, tensor: bool = True, simulated: int = SIMULATED) -> Result:
+def search(
+    request: Request,
+    compute: Compute,
+    *,
+    to_run: bool = False,
+    simulated: int = SIMULATED,
+) -> Result:
     """The best layouts of a request.
 
-    tensor     whether tensor parallelism may be chosen: it can be planned, but does not run yet
+    to_run     only layouts that can be run on exactly these devices: none idle, and no tensor parallelism,
+               which can be planned but does not run yet
     simulated  how many candidates are simulated
     """
-    placed, bounded = _place_all(request, compute, tensor)
+    placed, bounded = _place_all(request, compute, to_run)
     fitting = [c for c in placed if c.time is not None]
     misfits = [c for c in placed if c.time is None]
     fitting.sort(key=lambda c: (c.time.step, c.key))  # type: ignore[union-attr]
@@ -129,11 +135,11 @@ def candidate(shape: Shape) -> Candidate:
     return Candidate(shape, layers, stages, None if over else estimate(shape, stages))
 
 
-def shapes(request: Request, compute: Compute, tensor: bool) -> Iterator[Shape]:
+def shapes(request: Request, compute: Compute, to_run: bool = False) -> Iterator[Shape]:
     """Every shape to consider: with reductions beside computation, and nothing recovered ahead."""
-    for pipeline, degree, micro_batch in _grid(request, tensor):
+    for pipeline, degree, micro_batch in _grid(request, not to_run):
         data = replicas(request, pipeline, degree, micro_batch)
-        if data is None:
+        if data is None or (to_run and pipeline * data * degree != request.devices):
             continue
         levels = (1, 2, 3) if request.zero is None else (request.zero,)
         for zero in levels[:1] if data == 1 else levels:
@@ -172,9 +178,9 @@ def _grid(request: Request, tensor: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def _place_all(
-    request: Request, compute: Compute, tensor: bool
+    request: Request, compute: Compute, to_run: bool
 ) -> tuple[list[Candidate], list[tuple[Shape, float]]]:
-    bounds = [(lower_bound(shape), i, shape) for i, shape in enumerate(shapes(request, compute, tensor))]
+    bounds = [(lower_bound(shape), i, shape) for i, shape in enumerate(shapes(request, compute, to_run))]
     bounds.sort(key=lambda entry: entry[:2])
     placed: list[Candidate] = []
     bounded = []
@@ -204,13 +210,3 @@ def _variants(shape: Shape) -> Candidate:
         return first
     options = [first, *(candidate(replace(shape, ahead=ahead)) for ahead in (1, 2))]
     return min((c for c in options if c.time is not None), key=lambda c: c.time.step)  # type: ignore[union-attr]
-
-
-def shape_of(request: Request, compute: Compute, plan: Plan) -> Shape:
-    """The shape of a plan."""
-    if plan.global_batch != request.global_batch:
-        raise UserError("the plan is of another train.global_batch; plan again")
-    return Shape(
-        request, compute, plan.pipeline, plan.data, plan.tensor, plan.zero, plan.micro_batch, plan.ahead,
-        plan.passes, plan.slice_tokens,
-    )  # fmt: skip
