@@ -17,6 +17,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet -e '.[dev]'
 	touch $@
 
+# Prepare the corpus, plan, train on 4 processes, export, report, and let plain transformers use the result.
+demo: install
+	$(BIN)/ratrain train examples/demo.toml --out $(RUN) --resume never
+	$(BIN)/ratrain export $(RUN) $(RUN)/export
+	$(BIN)/ratrain report $(RUN)
+	$(BIN)/python examples/complete.py $(RUN)/export
+
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

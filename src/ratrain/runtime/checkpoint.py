@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,9 @@ def read_weights(folder: Path, shapes: dict[str, list[int]]) -> Callable[[str], 
         key = f"weight/{name}"
         size = math.prod(shapes[name])
         flat = torch.empty(size, dtype=stored[key].properties.dtype)  # type: ignore[union-attr]
-        dcp.load({key: FlatShard.of(flat, size, 0)}, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({key: FlatShard.of(flat, size, 0)}, storage_reader=reader, no_dist=True)
         return flat.view(shapes[name])
 
     return read
