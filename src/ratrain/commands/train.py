@@ -196,6 +196,7 @@ def _train(assigned: Run, rendezvous: Rendezvous) -> int:
         layout=plan.layout(),
         passes=plan.passes,
         micro_batch=plan.micro_batch,
+        slice_tokens=plan.slice_tokens,
         formats=(plan.view, plan.grad, plan.reduce),
         weights=model_folder(assigned.config),
         train=assigned.train,

@@ -25,13 +25,14 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What shapes a stage besides its layout."""
+    """What shapes a stage besides its layout. `slice_tokens`: see `model.head.head_loss`."""
 
     seq_len: int
     micro_batch: int
     seed: int
     formats: UnitFormat
     adamw: AdamW
+    slice_tokens: int | None = None
 
 
 def unit_parameters(spec: ModelSpec, layout: Layout, unit: str) -> tuple[ParameterShape, ...]:
@@ -80,7 +81,7 @@ def build_stage(
     positions = build_positions(spec, settings.seq_len, settings.formats.view, device)
     blocks = {}
     for name in layout.stages[mesh.stage]:
-        block = build_block(spec, name, positions, settings.formats.view)
+        block = build_block(spec, name, positions, settings.formats.view, slice_tokens=settings.slice_tokens)
         tensors: dict[str, Tensor] = {}
         for unit_name in layout.reads(name):
             held = units[unit_name]

@@ -163,6 +163,8 @@ class Stage:
             step.sample_ids[j] = data.sample_ids.tolist()
             inputs = (*inputs, torch.from_numpy(data.targets).to(self.device), step.denominator)
         self._seed(step, j, name)
+        if self.seeds_random:
+            block.train(step.train)
         rung = step.program.keeps(self.mesh.stage, name, j) if step.train else "keep"
         output, saved = segment.forward(block, inputs, rung, grad=step.train)  # type: ignore[arg-type]
         if saved is not None:

@@ -31,6 +31,7 @@ from ratrain.runtime.worker import set_title
 class Assignment:
     """A prepared run as the runtime needs it.
 
+    slice_tokens     tokens whose logits exist at a time; 0: all
     formats          names of view, grad and reduce dtype
     weights          folder to load HF weights from, None: fresh ones
     train, validation  token stores
@@ -41,6 +42,7 @@ class Assignment:
     layout: Layout
     passes: tuple[str, ...]
     micro_batch: int
+    slice_tokens: int
     formats: tuple[str, str, str]
     weights: Path | None
     train: Path
@@ -79,6 +81,7 @@ def work(assignment: Assignment, rendezvous: Rendezvous, recorder: Callable[[Mes
         train.seed,
         UnitFormat(view, grad, wire),
         AdamW(train.weight_decay, train.beta1, train.beta2, train.eps),
+        assignment.slice_tokens or None,
     )
     rule = StepRule(
         Schedule(train.lr, train.lr_min_ratio, train.warmup_steps, train.steps),
