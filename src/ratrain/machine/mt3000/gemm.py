@@ -3,7 +3,8 @@
 Loops, outer first: cores (a grid over m and n, or a split of k) / k by KG / m by MG (A panel: DDR to GSM, shared)
 / then, *B resident*: k by KA / n by NA (B: DDR to AM) / m by MA (C: DDR to AM and back) / m by MS (A: GSM to SM);
 or, *C resident*: n by NA (C stays in AM) / k by KA (B: DDR to AM) / m by MS. The second reads and writes C once
-per KG instead of once per KA, and needs MA = MG.
+per KG instead of once per KA, and needs MA = MG. With k split over the cores the order is m / n (C stays in AM) /
+k by KG (A, private panels in GSM) / k by KA (B) / m by MS, and the cores' sums are added up through GSM.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Problem:
 class Tiles:
     """Tile sizes of one schedule. MG, MA, MS rows; KG, KA depths; NA columns, all per core or core group.
 
-    The cores form a grid of PM x PN; PK > 1 splits k instead (PM = PN = 1). `a_copies` panels in GSM, `c_copies`
-    tiles of C in AM. `c_resident` selects the second loop order.
+    The cores form a grid of PM x PN; PK > 1 splits k instead (PM = PN = 1, two A panels, one C tile, MA = MG).
+    `a_copies` panels in GSM, `c_copies` tiles of C in AM. `c_resident` selects the second loop order.
     """
 
     MG: int
@@ -147,18 +148,22 @@ def build_gemm(chip: Chip, problem: Problem, tiles: Tiles) -> Schedule:
     # they may not: the sums of C must have landed in DDR before they are read again.
     one_depth = tiles.c_resident or tiles.KA >= tiles.KG
     inner: Statement
-    if tiles.c_resident:
-        over_k = Loop("k", tiles.KA, (*fetch_b, multiply), rotates=b_buffers, chained=True)
+    over_k = Loop("k", tiles.KA, (*fetch_b, multiply), rotates=b_buffers, chained=True)
+    if split_k:
+        panels = Loop("k", tiles.KG, (*_panel(tiles), over_k), rotates=("A_gsm",), chained=True)
+        inner = Loop("n", tiles.NA, (*open_c, panels, *close_c), rotates=c_buffers, chained=True)
+        over_panels = Loop("m", tiles.MG, (inner,))
+    elif tiles.c_resident:
         inner = Loop("n", tiles.NA, (*open_c, over_k, *close_c), rotates=c_buffers, chained=True)
     else:
         over_m = Loop("m", tiles.MA, (*open_c, multiply, *close_c), rotates=c_buffers, chained=True)
         over_n = Loop("n", tiles.NA, (*fetch_b, over_m), rotates=b_buffers, chained=one_depth)
         inner = Loop("k", tiles.KA, (over_n,) if one_depth else (over_n, *drain), chained=one_depth)
-    panels = Loop("m", tiles.MG, (*_panel(tiles), inner), rotates=("A_gsm",))
-    body: tuple[Statement, ...] = (
-        Loop("k", tiles.KG, (panels, *drain) if one_depth else (panels,)),
-        *((Wait("H_am>C"),) if rounds and not split_k else ()),
-    )
+    if not split_k:
+        panels = Loop("m", tiles.MG, (*_panel(tiles), inner), rotates=("A_gsm",))
+        over_panels = Loop("k", tiles.KG, (panels, *drain) if one_depth else (panels,))
+    landed = (Wait("H_am>C"),) if rounds and not split_k else ()
+    body: tuple[Statement, ...] = (over_panels, *landed)
     lanes = chip.lanes(dtype)
     if split_k:
         body = (Split("k", tiles.PK, body),)
@@ -185,7 +190,7 @@ def build_gemm(chip: Chip, problem: Problem, tiles: Tiles) -> Schedule:
 def _panel(tiles: Tiles) -> tuple[Statement, ...]:
     """The A panel: each core of a group loads its rows; barriers keep readers and writers apart."""
     if tiles.PK > 1:
-        return (Dma("A", "A_gsm"), Wait("A>A_gsm"))
+        return (Wait("A>A_gsm"), Dma("A", "A_gsm", ahead=True))
     if tiles.a_copies > 1:
         load = Split("m", tiles.PN, (Dma("A", "A_gsm", ahead=True),))
         return (Wait("A>A_gsm"), Barrier(), load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
@@ -83,7 +84,7 @@ def grids(
             found.add((pm_used, _parts(columns, cores // pm), 1))
     found.add((1, _parts(columns, cores), 1))
     if problem.k >= 64 * cores > 64:
-        found.add((1, 1, cores))
+        found.add((1, 1, _parts(problem.k, cores)))
     if split == "n":
         found = {grid for grid in found if grid[0] == 1 and grid[2] == 1}
     elif split == "m":
@@ -120,64 +121,64 @@ def candidates(
             if ms < 1:
                 continue
             for na in sorted(widths):
-                yield from _panels(chip, problem, pinned, (pm, pn, pk), m, k, ka, na, ms)
+                base = Tiles(0, 0, na, 0, ka, ms, pm, pn, pk)
+                panels = _split_k_panels if pk > 1 else _panels
+                yield from panels(chip, problem, pinned, base, m, k)
 
 
 def _even(n: int, lanes: int, chip: Chip) -> set[int]:
-    """Widths that cut n into equal tiles of at most eight vectors."""
+    """Widths that cut n into equal tiles of a few vectors, as many as suit the micro-kernel and more."""
     vectors = n // lanes
-    return {ceil(vectors / ceil(vectors / most)) * lanes for most in (chip.fma_units, chip.max_vectors, 8)}
+    return {
+        ceil(vectors / ceil(vectors / most)) * lanes for most in (chip.fma_units, chip.max_vectors, 8, 12)
+    }
 
 
 def _panels(
-    chip: Chip,
-    problem: Problem,
-    pinned: dict[str, int],
-    grid: tuple[int, int, int],
-    m: int,
-    k: int,
-    ka: int,
-    na: int,
-    ms: int,
+    chip: Chip, problem: Problem, pinned: dict[str, int], base: Tiles, m: int, k: int
 ) -> Iterator[Tiles]:
-    size, wide = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[ACCUMULATOR[problem.dtype]]
-    pm, pn, pk = grid
+    """`base` (its KA, NA, MS and grid) with every panel and loop order that could fit; m, k are one core's."""
+    size, ka = DTYPE_BYTES[problem.dtype], base.KA
     for c_resident in (False, True):
         if c_resident and pinned.get("MA", pinned.get("MG")) != pinned.get("MG", pinned.get("MA")):
             continue
-        deeper = {2 * ka, 4 * ka, k} if c_resident else {ka}
-        depths = {pinned["KG"]} if "KG" in pinned else deeper
+        depths = {pinned["KG"]} if "KG" in pinned else {2 * ka, 4 * ka, k} if c_resident else {ka}
         for kg in sorted(depths):
-            if (c_resident and kg <= ka) or (pk > 1 and kg < k):
+            if c_resident and kg <= ka:
                 continue
-            if not c_resident and kg > ka and "KA" not in pinned:
-                continue
-            for a_copies in (1, 2) if pk == 1 else (1,):
+            for a_copies in (1, 2):
                 # C is loaded only where sums are spilled; then a third tile lets load, compute and store overlap.
-                for c_copies in (3,) if k > kg else (2,):
-                    base = Tiles(1, kg, na, 0, ka, ms, pm, pn, pk, a_copies, c_copies, c_resident)
-                    free = chip.am_bytes - am_bytes(chip, problem, base)
-                    per_row = na * (c_copies * wide + (2 * size if size != wide else 0))
-                    if pk > 1:
-                        per_row += na * wide * 2
-                    ma = min(m, free // per_row // chip.rows * chip.rows)
-                    ma = pinned.get(
-                        "MA", pinned.get("MG", ma) if c_resident else min(ma, pinned.get("MG", ma))
-                    )
-                    panels = chip.gsm_bytes // (kg * size * a_copies * pm * pk)
-                    if pk > 1:
-                        panels -= na * wide * ma // (kg * size)
-                    if ma < 1 or panels < 1:
-                        continue
-                    if c_resident:
-                        mg = ma = min(ma, panels) if "MA" not in pinned and "MG" not in pinned else ma
-                    else:
-                        mg = max(ma, min(panels, m) // ma * ma)
-                        if mg < m <= panels:
-                            mg = m
-                        ma = min(ma, mg)
-                    mg = pinned.get("MG", mg)
-                    yield Tiles(mg, kg, na, ma, ka, min(ms, ma), pm, pn, pk, a_copies, c_copies, c_resident)
+                copies = 3 if k > (kg if c_resident else ka) else 2
+                tiles = replace(base, KG=kg, a_copies=a_copies, c_copies=copies, c_resident=c_resident)
+                rows = min(m, _rows_in_am(chip, problem, tiles))
+                panel = chip.gsm_bytes // (kg * size * a_copies * base.PM)
+                if c_resident:
+                    mg = ma = pinned.get("MA", pinned.get("MG", min(rows, panel)))
+                else:
+                    ma = pinned.get("MA", min(rows, panel, pinned.get("MG", rows)))
+                    mg = pinned.get("MG", m if m <= panel else panel // max(1, ma) * ma)
+                if min(ma, mg) >= 1:
+                    yield replace(tiles, MG=mg, MA=min(ma, mg), MS=min(base.MS, ma))
+
+
+def _split_k_panels(
+    chip: Chip, problem: Problem, pinned: dict[str, int], base: Tiles, m: int, k: int
+) -> Iterator[Tiles]:
+    size, wide = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[ACCUMULATOR[problem.dtype]]
+    for kg in sorted({pinned["KG"]} if "KG" in pinned else {min(k, base.KA * times) for times in (1, 4)}):
+        tiles = replace(base, KG=kg, a_copies=2, c_copies=1, c_resident=True)
+        shared = chip.gsm_bytes // (base.PK * (2 * kg * size + base.NA * wide))
+        rows = min(m, _rows_in_am(chip, problem, tiles), shared)
+        rows = pinned.get("MA", pinned.get("MG", rows))
+        if rows >= 1:
+            yield replace(tiles, MG=rows, MA=rows, MS=min(base.MS, rows))
+
+
+def _rows_in_am(chip: Chip, problem: Problem, tiles: Tiles) -> int:
+    """The most rows of C, in whole micro-kernel blocks, that leave room for B."""
+    empty = am_bytes(chip, problem, replace(tiles, MA=0))
+    per_row = am_bytes(chip, problem, replace(tiles, MA=1200)) - empty
+    return (chip.am_bytes - empty) * 1200 // per_row // chip.rows * chip.rows
 
 
 def estimate(chip: Chip, problem: Problem, tiles: Tiles) -> float:
@@ -206,7 +207,8 @@ def estimate(chip: Chip, problem: Problem, tiles: Tiles) -> float:
     if tiles.PM > 1:
         issue += chip.barrier_cycles * across * depth * ceil(m / tiles.MG)
     spills = max(0, ceil(k / (tiles.KG if tiles.c_resident else tiles.KA)) - 1) if tiles.PK == 1 else 0
-    moved: float = problem.m * problem.k * size + problem.k * problem.n * size * ceil(m / tiles.MG)
+    rereads = across if tiles.PK > 1 else 1
+    moved: float = problem.m * problem.k * size * rereads + problem.k * problem.n * size * ceil(m / tiles.MG)
     moved += problem.m * problem.n * (2 * spills * wide + size)
     b_tiles = across * depth * (ceil(m / tiles.MG))
     ddr = moved / chip.ddr_bytes_per_cycle + b_tiles * (chip.ddr_latency_cycles + chip.issue_cycles)
