@@ -182,7 +182,7 @@ class StateUnit:
     def squared_norm(self) -> float:
         """Sum of squares of the shard's gradient in fp64. Over all ranks each element is counted once, or
         `replicas` times under ZeRO-0: the caller knows."""
-return squared_norm(self.shard_gradient())
+        return squared_norm(self.shard_gradient())
 
     def update(self, lr: float, scale: float) -> None:
         """One AdamW step on the shard; the gradient is multiplied by `scale` first (clipping, loss scale).
