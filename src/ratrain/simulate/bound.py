@@ -38,7 +38,7 @@ def lower_bound(layout: Layout, cost: CostOf, network: Network) -> float:
     most = _fullest_port(layout, cost, network)
     for s in stages:
         warm, f, b = layout.warmup(s), forward[s], backward[s]
-        if rounds > warm:
+        if rounds > warm + 1:
             waits = max(0.0, later[s] - warm * f) + max(0.0, later[s] - warm * b)
         else:  # all forwards come before the first backward: one wait, after the first or the last
             waits = max(0.0, later[s] - (rounds - 1) * min(f, b))

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from ratrain.simulate.tables import Floats, Ints
 
+Longs = NDArray[np.int64]
+
 SAME_INSTANT = 1e-12
 """Relative distance below which two ends are one instant: sums of the same durations differ by rounding."""
 
@@ -45,7 +47,7 @@ def run(
     capacity: Floats,
     slowdown: float,
     first_forward: Ints,
-) -> tuple[bool, Floats, Floats, NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[bool, Floats, Floats, Longs, Longs]:
     """Runs until every lane has begun its last step and all steps before it are over; a single step to its
     end. Arguments after `steps` are those of `Tables`; `pending` is used up.
 
@@ -286,7 +288,7 @@ def run(
 
 
 @njit(cache=True)
-def _schedule(heap: Ints, place: Ints, when: Floats, size: int, job: int, time: float) -> int:
+def _schedule(heap: Longs, place: Longs, when: Floats, size: int, job: int, time: float) -> int:
     """Puts `job` into the heap at `time`, or moves it there. Returns the new size."""
     at = place[job]
     if at < 0:
@@ -298,7 +300,7 @@ def _schedule(heap: Ints, place: Ints, when: Floats, size: int, job: int, time: 
 
 
 @njit(cache=True)
-def _unschedule(heap: Ints, place: Ints, when: Floats, size: int) -> int:
+def _unschedule(heap: Longs, place: Longs, when: Floats, size: int) -> int:
     """Takes the earliest job off the heap. Returns the new size."""
     place[heap[0]] = -1
     size -= 1
@@ -308,7 +310,7 @@ def _unschedule(heap: Ints, place: Ints, when: Floats, size: int) -> int:
 
 
 @njit(cache=True)
-def _sift(heap: Ints, place: Ints, when: Floats, size: int, at: int, job: int) -> None:
+def _sift(heap: Longs, place: Longs, when: Floats, size: int, at: int, job: int) -> None:
     """Puts `job` where it belongs, from the hole at position `at` up or down."""
     time = when[job]
     while at > 0 and when[heap[(at - 1) // 2]] > time:

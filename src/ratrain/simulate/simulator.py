@@ -38,18 +38,18 @@ def simulate(
     graph = lower(program) if graph is None else graph
     repeats = steps if program.form == "steady" else 1
     tables, kind = tabulate(graph, cost, network, program.floating, jitter, repeats)
-    arrived, *found = run(repeats, *tables)
+    arrived, start, end, turn, stood = run(repeats, *tables)
     if not arrived:
         raise RuntimeError("the program deadlocks; check(program) says where")
-    start, end, turn, stood = (array.reshape(repeats, len(graph.actions)) for array in found)
+    shape = (repeats, len(graph.actions))
     return Simulation(
         program=program,
         graph=graph,
         kind=kind,
-        start=start,
-        end=end,
-        turn=turn,
-        stood=stood,
+        start=start.reshape(shape),
+        end=end.reshape(shape),
+        turn=turn.reshape(shape),
+        stood=stood.reshape(shape),
         first_forward=tables.first_forward,
         footprints=None if footprints is None else tuple(footprints),
     )
