@@ -6,14 +6,13 @@ shapes that were not measured), the MT-3000 operator model, and a platform's rat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
 from ratrain.errors import UserError
 from ratrain.machine.gpu_operators import GpuOperators, Work
-from ratrain.machine.mt3000.chip import Chip, load_chip
 from ratrain.machine.platform import Platform
 from ratrain.machine.profile import BlockTime, Profile
 from ratrain.model.operators import Operator, forward_operators
@@ -51,6 +50,13 @@ class BlockSeconds:
     recover: Mapping[str, float]
 
 
+Blocks = Callable[[ModelSpec, str, int, int], BlockSeconds]
+"""Seconds of a block by model, name, micro-batch and sequence length."""
+
+Pass = Callable[[Sequence[Operator], bool], float]
+"""Seconds of a forward, or a backward, of some of a block's operators."""
+
+
 class Compute:
     """Prices blocks and updates. `efficiency` divides every time: the one factor that may be calibrated."""
 
@@ -58,7 +64,7 @@ class Compute:
         self, source: Platform | Profile | None, dtype: str, efficiency: float | None = None
     ) -> None:
         self.source, self.dtype = source, dtype
-        self.blocks: Callable[[ModelSpec, str, int, int], BlockSeconds]
+        self.blocks: Blocks
         if isinstance(source, Profile):
             self.blocks = _Measured(source, dtype)
             self.optimizer_rate = source.optimizer_rate
@@ -75,12 +81,7 @@ class Compute:
 
     def block(self, spec: ModelSpec, block: str, micro_batch: int, seq_len: int) -> BlockSeconds:
         """Seconds of `block` of `spec` (its tensor-parallel slice, where there is one)."""
-        plain = self.blocks(spec, block, micro_batch, seq_len)
-        if self.efficiency == 1.0:
-            return plain
-        slow = 1 / self.efficiency
-        recover = {rung: seconds * slow for rung, seconds in plain.recover.items()}
-        return BlockSeconds(plain.forward * slow, plain.backward * slow, MappingProxyType(recover))
+        return scaled(self.blocks(spec, block, micro_batch, seq_len), 1 / self.efficiency)
 
     def update(self, parameters: int) -> float:
         """Seconds to update that many owned parameters."""
@@ -93,10 +94,9 @@ _GUESSED_OPTIMIZER_RATE = 5e8
 
 
 class _Modelled:
-    """Blocks as sums over their operators. `seconds(operators, times)` prices operators at a time, each as
-    often as `times` says."""
+    """Blocks as sums over their operators, as `seconds` prices a pass over some of them."""
 
-    def __init__(self, seconds: Callable[[Iterable[tuple[Operator, float]]], float]) -> None:
+    def __init__(self, seconds: Pass) -> None:
         self.seconds = seconds
         self.known: dict[tuple[ModelSpec, object, int, int], BlockSeconds] = {}
 
@@ -106,8 +106,8 @@ class _Modelled:
         if key not in self.known:
             operators = forward_operators(spec, block, micro_batch, seq_len)
             self.known[key] = BlockSeconds(
-                self.seconds((operator, 1.0) for operator in operators),
-                self.seconds((operator, BACKWARD_TIMES[operator.kind]) for operator in operators),
+                self.seconds(operators, False),
+                self.seconds(operators, True),
                 MappingProxyType({rung: self._recover(operators, block, rung) for rung in RUNGS}),
             )
         return self.known[key]
@@ -116,54 +116,76 @@ class _Modelled:
         if rung == "keep" or block == "embed":
             return 0.0
         kept = _KEPT["inputs"] if block == "head" else _KEPT[rung]
-        again = [o for o in operators if not kept(o) and o.name not in _OUTPUT_ONLY]
-        return self.seconds((operator, 1.0) for operator in again)
+        return self.seconds([o for o in operators if not kept(o) and o.name not in _OUTPUT_ONLY], False)
 
 
-def _of_platform(
-    platform: Platform, dtype: str
-) -> tuple[Callable[[ModelSpec, str, int, int], BlockSeconds], str]:
+def _of_platform(platform: Platform, dtype: str) -> tuple[Blocks, str]:
     device = platform.device
     if device.operator_model.name == "roofline":
         return _Modelled(_roofline(GpuOperators.of(device, dtype), BYTES[dtype])), "a roofline of its rates"
     if device.operator_model.name == "mt3000":
-        return _Modelled(_mt3000(load_chip(), dtype)), "MT-3000 tile schedules"
+        if dtype != "fp16":
+            raise UserError(
+                f"{platform.name} is priced in fp16 only; set precision.view from {dtype} to fp16"
+            )
+        return _PerSample(_Modelled(_tile_schedules())), "MT-3000 tile schedules"
     return _Modelled(_flat(device.rate("matmul", dtype))), "its matmul rate"
 
 
-def _flat(rate: float) -> Callable[[Iterable[tuple[Operator, float]]], float]:
+def _flat(rate: float) -> Pass:
     """Everything at one rate of FLOP/s."""
-    return lambda operators: sum(times * operator.flops for operator, times in operators) / rate
 
-
-def _mt3000(chip: Chip, dtype: str) -> Callable[[Iterable[tuple[Operator, float]]], float]:
-    rate = 0.702 * chip.peak(dtype)
-
-    def seconds(operators: Iterable[tuple[Operator, float]]) -> float:
-        total = 0.0
-        for operator, times in operators:
-            if operator.kind in ("matmul", "attention"):
-                total += times * operator.flops / rate
-            else:
-                total += times * BYTES[dtype] * operator.elements / chip.ddr_bytes_per_second
-        return total
+    def seconds(operators: Sequence[Operator], backward: bool) -> float:
+        times = BACKWARD_TIMES if backward else {}
+        return sum(times.get(operator.kind, 1.0) * operator.flops for operator in operators) / rate
 
     return seconds
 
 
-def _roofline(gpu: GpuOperators, element_bytes: int) -> Callable[[Iterable[tuple[Operator, float]]], float]:
+def _roofline(gpu: GpuOperators, element_bytes: int) -> Pass:
     """Arithmetic and memory traffic; the host launches a pass of a layer at a time, a backward as two."""
 
-    def seconds(operators: Iterable[tuple[Operator, float]]) -> float:
-        work, passes, layer = Work(), 0.0, False
-        for operator, times in operators:
+    def seconds(operators: Sequence[Operator], backward: bool) -> float:
+        work = Work()
+        for operator in operators:
             flops = operator.flops if operator.kind in ("matmul", "attention") else 0.0
+            times = BACKWARD_TIMES[operator.kind] if backward else 1.0
             work += times * Work(flops, element_bytes * operator.elements)
-            passes = max(passes, min(times, 2.0))
-            layer = layer or operator.kind == "attention"
-        return gpu.layer_seconds(work, passes) if layer else gpu.seconds(work)
+        if any(operator.kind == "attention" for operator in operators):
+            return gpu.layer_seconds(work, 2.0 if backward else 1.0)
+        return gpu.seconds(work)
 
     return seconds
+
+
+def _tile_schedules() -> Pass:
+    from ratrain.machine.mt3000.chip import load_chip
+    from ratrain.machine.mt3000.profile import operator_seconds
+
+    chip = load_chip()
+
+    def seconds(operators: Sequence[Operator], backward: bool) -> float:
+        return sum(operator_seconds(chip, operator, backward) for operator in operators)
+
+    return seconds
+
+
+class _PerSample:
+    """A micro-batch as so many times one sample: choosing schedules takes a while, and more samples gain the
+    MT-3000's operators less than 2 %."""
+
+    def __init__(self, one: Blocks) -> None:
+        self.one = one
+
+    def __call__(self, spec: ModelSpec, block: str, micro_batch: int, seq_len: int) -> BlockSeconds:
+        sample = self.one(spec, block, 1, seq_len)
+        return scaled(sample, micro_batch)
+
+
+def scaled(block: BlockSeconds, times: float) -> BlockSeconds:
+    """All of its times multiplied."""
+    recover = MappingProxyType({rung: seconds * times for rung, seconds in block.recover.items()})
+    return BlockSeconds(block.forward * times, block.backward * times, recover)
 
 
 class _Measured:

@@ -60,7 +60,7 @@ def estimate(shape: Shape, stages: Sequence[Stage]) -> Estimate:
 def lower_bound(shape: Shape) -> float:
     """Seconds below which no placement of the shape can be: the work shared out evenly, and one micro-batch's
     way through it."""
-    layer, ends = shape.seconds(LAYER), [shape.seconds(EMBED), shape.seconds(HEAD)]
+    layer, ends = shape.least_seconds(LAYER), [shape.least_seconds(EMBED), shape.least_seconds(HEAD)]
     work = shape.request.spec.layers * (layer.forward + layer.backward)
     work += sum(end.forward + end.backward for end in ends)
     head = ends[1].forward + ends[1].backward

@@ -193,12 +193,17 @@ def _slower(result: Result, best: Candidate | None) -> Iterator[Rejection]:
 def _bounded(result: Result, best: Candidate | None) -> Iterator[Rejection]:
     if not result.bounded or best is None or best.time is None:
         return
+    seen = {c.shape.pipeline for c in result.placed}
+    for shape, seconds in result.bounded:
+        if shape.pipeline not in seen and len(seen) < _LINES + len({c.shape.pipeline for c in result.placed}):
+            seen.add(shape.pipeline)
+            yield Rejection("bound", f"{name_of(shape)}: {_at_least(seconds, best.time.step)}")
     shape, seconds = result.bounded[0]
-    yield Rejection(
-        "bound",
-        f"{len(result.bounded)} further layouts cannot be faster than {seconds:.2f} s "
-        f"({seconds / best.time.step:.2f}x) however placed; the nearest is {name_of(shape)}",
-    )
+    yield Rejection("bound", f"{len(result.bounded):,} layouts in all: {_at_least(seconds, best.time.step)}")
+
+
+def _at_least(seconds: float, best: float) -> str:
+    return f"at least {seconds:.4g} s ({seconds / best:.2f}x) however placed"
 
 
 def name_of(shape: Shape) -> str:

@@ -23,8 +23,9 @@ from ratrain.plan.tensor import divides
 SIMULATED = 10
 """Candidates that are simulated: the table of the best ten."""
 
-_WORTH = 1.25
-"""A shape whose lower bound is this much above the best estimate is not placed."""
+_WORTH, _ENOUGH = (1.25, 1.06), 12
+"""A shape whose lower bound is more than this far above the best estimate is not placed: the wider margin until
+enough others fit, the narrower, which covers what the estimate may be off, after that."""
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
@@ -184,15 +185,15 @@ def _place_all(
     bounds.sort(key=lambda entry: entry[:2])
     placed: list[Candidate] = []
     bounded = []
-    best = float("inf")
+    best, fit = float("inf"), 0
     for bound, _, shape in bounds:
-        if bound > _WORTH * best:
+        if bound > _WORTH[fit >= _ENOUGH] * best:
             bounded.append((shape, bound))
             continue
         found = _variants(shape)
         placed.append(found)
         if found.time is not None:
-            best = min(best, found.time.step)
+            best, fit = min(best, found.time.step), fit + 1
     return placed, bounded
 
 

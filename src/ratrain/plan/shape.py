@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ratrain.machine.collectives import Kind
 from ratrain.model.spec import RUNGS
 from ratrain.plan.activations import ActivationModel
-from ratrain.plan.compute import BlockSeconds, Compute
+from ratrain.plan.compute import BlockSeconds, Compute, scaled
 from ratrain.plan.costs import with_tensor
 from ratrain.plan.memory import StateModel, activation_peak
 from ratrain.plan.network import Network
@@ -107,6 +107,15 @@ class Shape:
     def seconds(self, block: str) -> BlockSeconds:
         """Of a block, its tensor-parallel all-reduces included: two a pass of a layer."""
         return self._seconds[block]
+
+    def least_seconds(self, block: str) -> BlockSeconds:
+        """At least so much: a tensor rank's slice, not priced yet, as its even share."""
+        if self.tensor == 1:
+            return self.seconds(block)
+        request = self.request
+        whole = self.compute.block(request.spec, block, self.micro_batch, request.seq_len)
+        joined = self.network.over_tensor(self.activations.message).seconds
+        return with_tensor(scaled(whole, 1 / self.tensor), block, joined)
 
     @cached_property
     def _seconds(self) -> dict[str, BlockSeconds]:
