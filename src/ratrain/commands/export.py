@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
+from ratrain.config import parse_bytes
 from ratrain.errors import UserError
 
 
@@ -13,6 +15,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="checkpoint, or run folder (its newest checkpoint)")
     parser.add_argument("folder", type=Path, help="where to write the model")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="of the weights")
+    parser.add_argument(
+        "--shard", default="5 GB", metavar="SIZE", help="largest file of weights, with its unit"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +49,11 @@ def run(args: argparse.Namespace) -> int:
     dtype = DTYPES[args.dtype]
     tokenizer = home / TOKENIZER
     extra = sorted(p for p in tokenizer.iterdir() if p.is_file()) if tokenizer.is_dir() else []
-    export(args.folder, spec, ((name, read(name).to(dtype)) for name in manifest.shapes), extra, replace=True)
+    tensors = ((name, read(name).to(dtype)) for name in manifest.shapes)
+    export(args.folder, spec, tensors, extra, parse_bytes(args.shard, "--shard"), replace=True)
+    if args.json:
+        print(json.dumps({"checkpoint": str(folder), "step": manifest.step, "folder": str(args.folder)}))
+        return 0
     print(f"exported {folder} (step {manifest.step}) to {args.folder}")
     return 0
 
