@@ -71,7 +71,9 @@ def layout_of(config: dict[str, Any]) -> Layout:
     rungs, at = [], 0
     for blocks in stages:
         mixed = config["rungs"] == "mixed"
-        rungs.append(tuple(RUNGS[-1 - (at + i) % 4] if mixed else config["rungs"] for i in range(len(blocks))))
+        rungs.append(
+            tuple(RUNGS[-1 - (at + i) % 4] if mixed else config["rungs"] for i in range(len(blocks)))
+        )
         at += len(blocks)
     return Layout(
         stages,
@@ -348,7 +350,9 @@ class Watch:
             "leftovers": self.leftovers,
             "in_flight": self.in_flight,
             "rule": trainer.rule.state(),
-            "updates": sorted({int(s["step"]) for u in stage.units.values() for s in u.optimizer.state.values()}),
+            "updates": sorted(
+                {int(s["step"]) for u in stage.units.values() for s in u.optimizer.state.values()}
+            ),
         }
 
     def _step(self, form: str, step: Any) -> dict[str, Any]:

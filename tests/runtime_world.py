@@ -90,7 +90,9 @@ class Result:
         found = []
         for rank in replicas:
             (step,) = (
-                s for s in rank["steps"] if (s["number"], s["train"]) == (number, train) and s["form"] != "flush"
+                s
+                for s in rank["steps"]
+                if (s["number"], s["train"]) == (number, train) and s["form"] != "flush"
             )
             found += [step[what][j] for j in sorted(step[what])]
         return found

@@ -25,17 +25,26 @@ def attach_main_grad(parameter: nn.Parameter, main_grad: Tensor) -> None:
     """
     if main_grad.shape != parameter.shape:
         raise ValueError(f"main_grad is {tuple(main_grad.shape)}, its parameter {tuple(parameter.shape)}")
+    expect_main_grad(parameter)
     holder: Any = parameter
-    first = not hasattr(parameter, "main_grad")  # None between buffers: the hook is there already
     holder.main_grad = main_grad
     holder.main_grad_fresh = True
-    if first and parameter.requires_grad:
+
+
+def expect_main_grad(parameter: nn.Parameter) -> None:
+    """Say that the parameter's gradients go to a `main_grad`, which is attached before each backward: a
+    forward chooses its operators by this and not by whether a buffer exists at that moment."""
+    if hasattr(parameter, "main_grad"):
+        return
+    holder: Any = parameter
+    holder.main_grad = None
+    if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(_move_gradient)
 
 
 def has_main_grad(parameter: Tensor) -> bool:
-    """Whether gradients of this parameter go to a `main_grad`."""
-    return getattr(parameter, "main_grad", None) is not None
+    """Whether gradients of this parameter go to a `main_grad`, be it attached already or not."""
+    return hasattr(parameter, "main_grad")
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:

@@ -106,6 +106,10 @@ class Stage:
         self.names = layout.stages[mesh.stage]
         self.first, self.final = self.names[0], self.names[-1]
         self.next_block = dict(zip(self.names, self.names[1:]))
+        # Of several readers of a unit the last is the first to contribute to its gradient.
+        self._opens = {
+            n: [u.name for u in layout.units[mesh.stage] if u.readers[-1] == n] for n in self.names
+        }
         self.pair = RankOrderReducer(mesh.tied)
         self._view_dtype = next(iter(self.units.values())).formats.view
         self._inputs: dict[tuple[str, int], Tensor] = {}
@@ -183,7 +187,7 @@ class Stage:
 
     def backward(self, action: Action, step: StageStep) -> None:
         name, j = _block(action)
-        for unit in self.layout.reads(name):
+        for unit in self._opens[name]:
             self.units[unit].open_gradient()
         saved = self._segments.pop((name, j))
         gradient = None if name == HEAD else self._grads.pop((name, j))

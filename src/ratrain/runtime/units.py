@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ratrain.model.main_grad import attach_main_grad
+from ratrain.model.main_grad import attach_main_grad, expect_main_grad
 from ratrain.model.spec import ParameterShape
 from ratrain.runtime.collectives import RankOrderReducer
 
@@ -109,7 +110,10 @@ class StateUnit:
         # A view gathered for a backward may come while the forward before it still reads: the same values
         # go into the same memory, which stays until both have released it.
         self._holders = 0
-        self._holding = threading.Lock()
+        # Unsharded gradients of micro-batches (ZeRO-2, 3): the last is being filled, those before it wait
+        # for their reduction.
+        self._unreduced: deque[Tensor] = deque()
+        self._lock = threading.Lock()
         self.grad: Tensor | None = None
         self.shard_grad: Tensor | None = None
         self.shard_fresh = True
@@ -147,23 +151,29 @@ class StateUnit:
             self._bound.append(parameter)
             self._first_reader.append(first_reader)
             parameter.ratrain_offset = self.offsets[name]  # type: ignore[attr-defined]
+            expect_main_grad(parameter)
         if self.grad is not None:
             self._aim(self.grad)
 
     def open_gradient(self) -> None:
-        """Makes an unsharded gradient exist for the coming backward (ZeRO-2, 3); no-op if there is one."""
-        if self.grad is None:
-            self.grad = torch.empty(self.padded, dtype=self.formats.grad, device=self.device)
-            self.grad[self.count :].zero_()
-            self._aim(self.grad)
+        """Makes the unsharded gradient of the micro-batch whose backward comes now (ZeRO-2, 3)."""
+        if not self.partial:
+            return
+        gradient = torch.empty(self.padded, dtype=self.formats.grad, device=self.device)
+        gradient[self.count :].zero_()
+        with self._lock:
+            self._unreduced.append(gradient)
+            self.grad = gradient
+            self._aim(gradient)
 
     def synchronise(self) -> None:
         """Sums the gradient over replicas in rank order: this rank's slice (ZeRO >= 1), or all of it."""
-        assert self.grad is not None
+        gradient = self._unreduced[0] if self.partial else self.grad
+        assert gradient is not None
         if self.zero == 0:
-            self.sync.all_reduce(self.grad)
+            self.sync.all_reduce(gradient)
             return
-        own = self.sync.reduce_scatter(self.grad)
+        own = self.sync.reduce_scatter(gradient)
         if self.partial:
             assert self.shard_grad is not None
             if self.shard_fresh:
@@ -213,7 +223,7 @@ class StateUnit:
         if self.zero == 0:
             return
         if not self.keeps_view:
-            with self._holding:
+            with self._lock:
                 self._holders += 1
                 if self._holders == 1:
                     self._allocate_view()
@@ -227,7 +237,7 @@ class StateUnit:
     def release_view(self) -> None:
         """ZeRO-3: ends what one gather began. The last of them returns the view's memory; tensors that
         autograd saved keep their identity."""
-        with self._holding:
+        with self._lock:
             self._holders -= 1
             if not self._holders:
                 self._free_view()
@@ -239,11 +249,15 @@ class StateUnit:
         self.view.untyped_storage().resize_(self.padded * self.view.itemsize)
 
     def release_microbatch_gradient(self) -> None:
-        """ZeRO-2, 3: the unsharded gradient of a micro-batch is not needed any more."""
-        if self.partial:
-            self.grad = None
-            for parameter in self._bound:
-                parameter.main_grad = None  # type: ignore[attr-defined]
+        """ZeRO-2, 3: the unsharded gradient of the oldest micro-batch is not needed any more."""
+        if not self.partial:
+            return
+        with self._lock:
+            self._unreduced.popleft()
+            if not self._unreduced:
+                self.grad = None
+                for parameter in self._bound:
+                    parameter.main_grad = None  # type: ignore[attr-defined]
 
     def release_gradient(self) -> None:
         """The step's gradient has been used: the next contribution overwrites instead of adding."""
