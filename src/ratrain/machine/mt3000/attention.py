@@ -200,7 +200,8 @@ def build_backward(chip: Chip, heads: Heads, blocks: Blocks) -> Schedule:
         Wait("Q_in>dQ"),
     )
     clear = (Kernel("fill", (("out", "dVt"),)), Kernel("fill", (("out", "dKt"),)))
-    reduce = (*_reduce("dVt", "dV", blocks, passes), *_reduce("dKt", "dK", blocks, passes))
+    # The cores have met since the last sums were read from GSM, at the start of the block; between the two not.
+    reduce = (*_reduce("dVt", "dV", blocks, passes), Barrier(), *_reduce("dKt", "dK", blocks, passes))
     operands = tuple(Operand(name, HEAD, "fp16") for name in ("Q", "O", "dO", "dQ"))
     operands += tuple(Operand(name, KEYS, "fp16") for name in ("K", "V", "dK", "dV"))
     operands += (Operand("L", ("b", "g", "q"), "fp32"),)
@@ -313,7 +314,6 @@ def _reduce(partial: str, result: str, blocks: Blocks, passes: int) -> tuple[Sta
     )
     names = ("R_am", "sum", "wide", "narrow", *(("prior",) if several else ()))
     return (
-        Barrier(),
         Split("share", blocks.PQ, (Dma(partial, "R_gsm"),)),
         Wait(f"{partial}>R_gsm"),
         Barrier(),

@@ -296,7 +296,7 @@ class _Executor:
             source_slot.read_by(core, self.epoch)
             source_slot.leaving += 1
         if target_slot is not None:
-            target_slot.written_by(core, self.epoch, by_kernel=False)
+            target_slot.written_by(core, self.epoch, by_kernel=False, broadcast=dma.broadcast > 1)
             target_slot.arriving += 1
         elif dma.dst in self.hazardous:
             stored = (dma.dst, region)

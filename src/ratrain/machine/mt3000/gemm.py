@@ -85,7 +85,7 @@ def am_bytes(chip: Chip, problem: Problem, tiles: Tiles) -> int:
     need = b_tiles * chip.aligned(tiles.KA * tiles.NA * size)
     need += tiles.c_copies * chip.aligned(tiles.MA * tiles.NA * wide)
     if size != wide:
-        need += 2 * chip.aligned(tiles.MA * tiles.NA * size)
+        need += 2 * chip.aligned(-(-tiles.MA // tiles.PK) * tiles.NA * size)
     if tiles.PK > 1:
         share = -(-tiles.MA // tiles.PK)
         need += chip.aligned(tiles.PK * share * tiles.NA * wide) + chip.aligned(share * tiles.NA * wide)
@@ -115,7 +115,7 @@ def build_gemm(chip: Chip, problem: Problem, tiles: Tiles) -> Schedule:
     if flipped:
         buffers.append(Buffer("B_am", "am", ("k", "n"), (tiles.KA, tiles.NA), dtype))
     if rounds:
-        buffers.append(Buffer("H_am", "am", ("m", "n"), (tiles.MA, tiles.NA), dtype, 2))
+        buffers.append(Buffer("H_am", "am", ("m", "n"), (-(-tiles.MA // tiles.PK), tiles.NA), dtype, 2))
     split_k = tiles.PK > 1
     spills = "W" in {o.name for o in operands} or (not rounds and not split_k)
     multiply = Loop(
@@ -194,7 +194,9 @@ def _panel(tiles: Tiles) -> tuple[Statement, ...]:
     if tiles.a_copies > 1:
         load = Split("m", tiles.PN, (Dma("A", "A_gsm", ahead=True),))
         return (Wait("A>A_gsm"), Barrier(), load)
-    return (Barrier(), Split("m", tiles.PN, (Dma("A", "A_gsm"),)), Wait("A>A_gsm"), Barrier())
+    # Where B is broadcast, the cores meet before its first tile, and so before they read the panel.
+    meet = (Barrier(),) if tiles.PM == 1 else ()
+    return (Barrier(), Split("m", tiles.PN, (Dma("A", "A_gsm"),)), Wait("A>A_gsm"), *meet)
 
 
 def _fetch_b(tiles: Tiles, flipped: bool) -> tuple[Statement, ...]:

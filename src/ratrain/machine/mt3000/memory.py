@@ -46,11 +46,8 @@ class Arena:
             raise MemoryFault(
                 f"{name}: overflow, {rounded} bytes do not fit {self.level} ({held} of {self.capacity} bytes held)"
             )
-        if start + rounded > len(self.storage):
-            if self.blocks and len(self.storage) == 0:
-                raise AssertionError("storage is created with the first block")
-            if len(self.storage) == 0:
-                self.storage = np.empty(self.capacity, np.uint8)
+        if not len(self.storage):
+            self.storage = np.empty(self.capacity, np.uint8)
         self.blocks[name] = (start, rounded)
         self.peak = max(self.peak, max(offset + length for offset, length in self.blocks.values()))
         block = self.storage[start : start + size]
@@ -81,6 +78,7 @@ class Slot:
     filled: bool = False
     arriving: int = 0
     leaving: int = 0
+    used: int = -1  # the epoch (barriers passed) of the last read, or write by a kernel
     epoch: int = -1
     readers: set[int] = field(default_factory=set)
     writers: set[int] = field(default_factory=set)
@@ -118,6 +116,7 @@ class Slot:
             raise MemoryFault(f"{name}: used before wait, {size} bytes still on their way into {level}")
         if not self.filled:
             raise MemoryFault(f"{name}: read before it was filled ({size} bytes in {level})")
+        self.used = epoch
         if level == "gsm":
             self._meet(epoch)
             if self.writers - {core}:
@@ -126,12 +125,18 @@ class Slot:
                 )
             self.readers.add(core)
 
-    def written_by(self, core: int, epoch: int, by_kernel: bool) -> None:
+    def written_by(self, core: int, epoch: int, by_kernel: bool, broadcast: bool = False) -> None:
         name, level, size = self.buffer.name, self.buffer.level, self.buffer.slot_bytes
         if self.leaving:
             raise MemoryFault(f"{name}: overwritten while {size} bytes of {level} are still being stored")
         if self.arriving and (by_kernel or level != "gsm"):
             raise MemoryFault(f"{name}: overwritten while {size} bytes are still on their way into {level}")
+        if broadcast and self.used == epoch:
+            raise MemoryFault(
+                f"{name}: broadcast over {size} bytes of {level} that a core may still use; a barrier is missing"
+            )
+        if by_kernel:
+            self.used = epoch
         if level == "gsm":
             self._meet(epoch)
             if self.readers - {core}:
