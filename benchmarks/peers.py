@@ -1,0 +1,116 @@
+"""The race: RATrain against torch's own tools and DeepSpeed, row by row (`race/rows.toml`).
+
+    python benchmarks/peers.py --set lifecycle --repeat 3     run a set (root for rows with slow links)
+    python benchmarks/peers.py --row pp2-loopback --fresh     run one row again
+    python benchmarks/peers.py --trace pp2-dp2-200mbit        where RATrain's time goes in that row
+    python benchmarks/peers.py --table                        tables of what has been run
+
+Results are kept per row under `runs/race`; a row that was run with as many repetitions is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from race.arena import race
+from race.overhead import MOST, overheads
+from race.results import Result, load, machine
+from race.rows import RATRAIN, Row, load_rows
+from race.tables import markdown
+from ratrain.program.timeline import Timeline
+from ratrain.report.places import Place
+
+RUNS = Path("runs/race")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run, print. Returns 1 if a bar was missed."""
+    rows = load_rows()
+    sets = sorted({row.set for row in rows})
+    parser = argparse.ArgumentParser(description="RATrain against torch's own tools and DeepSpeed.")
+    parser.add_argument("--set", action="append", default=[], choices=sets, help="rows to run")
+    parser.add_argument("--row", action="append", default=[], choices=[row.name for row in rows])
+    parser.add_argument("--repeat", type=int, default=3, help="windows of each contender")
+    parser.add_argument("--steps", type=int, help="of a window, instead of the row's own")
+    parser.add_argument("--fresh", action="store_true", help="run again what has been run")
+    parser.add_argument("--table", action="store_true", help="only print what is there")
+    parser.add_argument("--trace", metavar="ROW", choices=[row.name for row in rows])
+    parser.add_argument("--out", type=Path, default=RUNS)
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.trace:
+        _trace(next(row for row in rows if row.name == args.trace), args.out)
+        return 0
+    wanted = [row for row in rows if row.set in args.set or row.name in args.row]
+    if args.table and not wanted:
+        wanted = rows
+    if not wanted:
+        parser.error(f"nothing to run: give --set ({', '.join(sets)}) or --row")
+    missed = False
+    sections = []
+    for row in wanted:
+        if args.steps:
+            row = dataclasses.replace(row, steps=args.steps)
+        result = None if args.fresh else load(args.out, row)
+        if not args.table and (result is None or result.repeat < args.repeat):
+            result = _run(row, args.repeat, args.out)
+        if result is not None:
+            sections.append(markdown(row, result))
+            missed = missed or "MISSED" in sections[-1]
+            print(sections[-1], flush=True)
+    (args.out / "race.md").write_text("\n".join(sections))
+    print(f"tables in {args.out / 'race.md'}")
+    return int(missed)
+
+
+def _run(row: Row, repeat: int, out: Path) -> Result:
+    print(f"{row.name}: {', '.join(case.name for case in row.cases)}", flush=True)
+    records = race(row, repeat, out, lambda text: print(text, flush=True))
+    result = Result(row.name, row.fingerprint, repeat, machine(), records)
+    result.save(out)
+    for case in row.cases:
+        if case.tool == RATRAIN and records[case.name].details:
+            worst = max(o.share for o in overheads(_timelines(records[case.name].details)))
+            print(
+                f"  {case.name}: program and executor {worst:.2%} of the step (at most {MOST:.0%})",
+                flush=True,
+            )
+    return result
+
+
+def _timelines(details: Sequence[dict[str, dict[str, object]]]) -> list[Timeline]:
+    return [Timeline.from_json(told["timeline"]) for told in details]
+
+
+def _trace(row: Row, out: Path) -> None:
+    """Runs RATrain alone, writes its timeline for Perfetto and as a page, and says where the time went."""
+    from ratrain.report.forecast import Forecast
+    from ratrain.report.html import write_simulation
+    from ratrain.report.trace import write_trace
+
+    case = next(case for case in row.cases if case.tool == RATRAIN)
+    record = race(dataclasses.replace(row, cases=(case,), bars=()), 1, out, print)[case.name]
+    if record.error:
+        sys.exit(record.error)
+    timelines = _timelines(record.details)
+    places = tuple(Place(rank, *case.place(rank)) for rank in range(case.ranks))
+    # One machine, one clock: no offsets.
+    whole = Timeline([r for t in timelines for r in t.rows], {rank: 0.0 for rank in range(case.ranks)})
+    write_trace(whole, out / f"{row.name}.trace.json", places)
+    page = out / f"{row.name}.html"
+    write_simulation(Forecast(whole, places, tuple(record.peak)), page, row.name, "Measured.")
+    for place, cost in zip(places, overheads(timelines)):
+        print(
+            f"{place.title}: {cost.span:.3f} s; actions {cost.busy / cost.span:.1%}, waiting "
+            f"{cost.waiting / cost.span:.1%}, waking {cost.waking / cost.span:.2%}, between actions "
+            f"{cost.between / cost.span:.2%} ({cost.between / cost.actions * 1e6:.0f} us each of {cost.actions})"
+        )
+    print(f"{out / f'{row.name}.trace.json'} and {page}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

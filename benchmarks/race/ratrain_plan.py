@@ -1,0 +1,46 @@
+"""RATrain's plan for a case, and what that plan says about memory. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from race.rows import Case
+from ratrain.config import parse_config
+from ratrain.model.spec import ModelSpec
+from ratrain.plan.plan import Plan
+from ratrain.plan.resolve import resolve
+
+
+def plan_of(case: Case) -> Plan:
+    """The plan that a user with this configuration would get."""
+    table: dict[str, Any] = {
+        "model": {"config": "race"},
+        "data": {"corpus": "race", "seq_len": case.model.seq_len},
+        "train": {"global_batch": case.global_batch, "micro_batch": case.micro_batch, "clip": case.clip},
+        "parallel": {
+            "pipeline": case.pipeline,
+            "data": case.data,
+            "zero": case.zero,
+            "layers": list(case.layers),
+        },
+        "recovery": {"policy": case.recover, **case.options.get("recovery", {})},
+        "machine": {"devices": case.ranks, "memory": case.memory or "1 TB"},
+        "run": {"passes": case.options.get("passes", "all")},
+    }
+    return resolve(parse_config(table, case.name), case.model.spec(), devices=case.ranks)
+
+
+def recovery_working_set(plan: Plan, spec: ModelSpec) -> tuple[int, ...]:
+    """Bytes per stage that recovery may hold on top of what its rungs keep: `ahead` micro-batches of the
+    stage, and the larger of one block and, where the last one is never dropped, the stage."""
+    layout, held = plan.layout(), []
+
+    def dropped(block: str, rung: Any) -> int:
+        sizes = (plan.micro_batch, plan.seq_len, plan.precision.view_bytes, plan.slice_tokens)
+        return spec.saved_bytes(block, "keep", *sizes) - spec.saved_bytes(block, rung, *sizes)
+
+    for stage, blocks in enumerate(layout.stages):
+        parts = [dropped(block, layout.rung(stage, block)) for block in blocks]
+        ahead = min(plan.ahead, layout.in_flight(stage) - 1)
+        held.append(ahead * sum(parts) + max(sum(parts) if plan.elide else 0, *parts))
+    return tuple(held)
