@@ -16,6 +16,8 @@ from ratrain.errors import UserError
 COMMANDS = {
     "train": "train under a plan",
     "plan": "choose or validate a layout and say why",
+    "simulate": "draw a step before it is run",
+    "profile": "measure this machine for the planner",
     "check": "check a run's programs and print their grid",
     "data": "prepare a corpus",
     "export": "write a checkpoint as a Hugging Face model folder",

@@ -7,17 +7,18 @@ import json
 from pathlib import Path
 
 from ratrain.commands.arguments import positive
-from ratrain.config import Config, format_bytes, load_config
+from ratrain.config import Config, load_config
 from ratrain.model.spec import ModelSpec
 
 
-def add_request(parser: argparse.ArgumentParser) -> None:
+def add_request(parser: argparse.ArgumentParser, plan_file: bool = True) -> None:
     """Arguments that several commands share: a run file, overrides, a plan, the number of devices."""
     parser.add_argument("run", metavar="RUN.toml", help="run configuration")
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=VALUE", help="override a configuration value"
     )
-    parser.add_argument("--plan", type=Path, help="use exactly this plan")
+    if plan_file:
+        parser.add_argument("--plan", type=Path, help="use exactly this plan")
     parser.add_argument("--devices", type=positive, help="processes in all (machine.devices)")
 
 
@@ -31,40 +32,25 @@ def requested(args: argparse.Namespace) -> tuple[Config, ModelSpec]:
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    add_request(parser)
+    add_request(parser, plan_file=False)
+    # Here and not with the answer, whose imports would make --help slow.
+    parser.add_argument(
+        "--explain", metavar="P=4,D=64", help="answer for one layout: any of P, D, T, ZeRO, micro"
+    )
+    parser.add_argument("--top", type=positive, default=10, help="how many plans the table holds")
     parser.add_argument("--out", type=Path, help="write the plan to this file")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    from ratrain.report.table import render_table
-    from ratrain.run_folder import check_programs, resolve_plan
+    from ratrain.plan.command import plan_command
+    from ratrain.run_folder import check_programs
 
     config, spec = requested(args)
-    plan = resolve_plan(config, spec, args.plan, args.devices)
-    check_programs(plan, spec)
+    answer = plan_command(config, spec, args)
+    check_programs(answer.best, spec)
     if args.out is not None:
-        plan.save(args.out)
-    if args.json:
-        print(json.dumps(plan.to_json()))
-        return 0
-    print(
-        f"P={plan.pipeline} D={plan.data} ZeRO-{plan.zero}, layers {'/'.join(map(str, plan.layers))}, "
-        f"micro-batch {plan.micro_batch} x {plan.micro_batches}"
-    )
-    for reason in plan.why:
-        print(reason)
-    assert plan.forecast is not None
-    rows = [
-        (
-            s,
-            plan.layers[s],
-            ",".join(sorted(set(plan.rungs[s]))),
-            format_bytes(m.total),
-            format_bytes(plan.budget),
-        )
-        for s, m in enumerate(plan.forecast.memory)
-    ]
-    print(render_table(("stage", "layers", "recovery", "memory", "budget"), rows))
+        answer.best.save(args.out)
+    print(json.dumps(answer.to_json()) if args.json else answer.text())
     return 0

@@ -75,14 +75,6 @@ class Answer:
         return "\n".join(parts)
 
 
-def register_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command beyond the run file, --set, --devices, --json and --out."""
-    parser.add_argument(
-        "--explain", metavar="P=4,D=64", help="answer for one layout: any of P, D, T, ZeRO, micro"
-    )
-    parser.add_argument("--top", type=int, default=10, help="how many plans the table holds")
-
-
 def plan_command(config: Config, spec: ModelSpec, args: argparse.Namespace) -> Answer:
     """Plans a run on `args.devices` devices (None: as configured). UserError if nothing fits, with what
     would."""
