@@ -60,7 +60,7 @@ DEFAULTS: dict[str, Any] = {
     "checkpoint_every": 0,
     "folder": None,  # of checkpoints; None: none is saved
     "resume": None,
-    "wreck": None,  # (step, rank, value or unit): see Watch.wreck
+    "wreck": None,  # (steps, rank, what): see Watch._wreck
     "reducer": None,  # "reversed": sums in another order, which must be noticed
 }
 
@@ -172,8 +172,8 @@ def serve(rank: int, size: int, port: int, connection: Connection) -> None:
             connection.send(("error", traceback.format_exc()))
 
 
-def train(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs this rank's trainer and tells what it saw (see `Watch`)."""
+def train(config: dict[str, Any], watcher: type[Watch] | None = None) -> dict[str, Any]:
+    """Runs this rank's trainer and tells what `Watch` (or a class made of it) saw."""
     import torch
     import torch.distributed as dist
 
@@ -211,7 +211,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     )
     mesh = build_mesh(layout.pipeline, layout.replicas, dist.get_rank(), layout.tied_across)
     training, evaluation = samplers(config)
-    watch = Watch(config)
+    watch = (watcher or Watch)(config)
     try:
         trainer = Trainer(
             job, mesh, rule, torch.device("cpu"), training, evaluation, watch if mesh.rank == 0 else None
@@ -238,6 +238,7 @@ class Watch:
         self.tied: list[str] = []
         self.leftovers: list[list[str]] = []
         self.in_flight = 0
+        self.recovered = 0
 
     def update(self, metrics: Any) -> None:
         self.metrics.append(dict(metrics))
@@ -260,7 +261,8 @@ class Watch:
         executor, stage = trainer.executor, trainer.stage
         executor._random = random.Random(self.config["delay_seed"] * 1000 + trainer.mesh.rank)
         form_of = {id(lane): form for form, lane in trainer.lanes.items()}
-        run, finish, forward = executor.run, executor.finish, executor._handlers[Kind.FORWARD]
+        run, finish = executor.run, executor.finish
+        forward, backward = (executor._handlers[kind] for kind in (Kind.FORWARD, Kind.BACKWARD))
 
         def watched_run(lane: Any, step: Any) -> None:
             self.runs.append((form_of[id(lane)], step))
@@ -275,8 +277,16 @@ class Watch:
             forward(action, step)
             self.in_flight = max(self.in_flight, len({j for _, j in stage._segments}))
 
+        def watched_backward(action: Any, step: Any) -> None:
+            ready = {
+                j for (name, j), s in stage._segments.items() if s.recovered and name.startswith("layer")
+            }
+            self.recovered = max(self.recovered, len(ready))
+            backward(action, step)
+
         executor.run, executor.finish = watched_run, watched_finish
         executor._handlers[Kind.FORWARD] = watched_forward
+        executor._handlers[Kind.BACKWARD] = watched_backward
         for unit in stage.units.values():
             self._watch_updates(unit, trainer.rule)
             if self.config["reducer"] == "reversed":
@@ -300,29 +310,25 @@ class Watch:
         unit.update = watched
 
     def _wreck(self, executor: Any, stage: Any) -> None:
-        """Overwrites a gradient on one rank right after the last backward of a step that contributes to it.
+        """Overwrites gradients right after the last backward of a step that contributes to them.
 
-        `wreck = (step, rank, value)`: the first element of the stage's first unit becomes `value`, in every
-        step from `step` on if `step` is negative (counted from `-step - 1`).
-        `wreck = (step, None, table)`: every gradient becomes zero but those of the units in `table`, whose
-        elements become the value given there.
+        `wreck = (steps, rank, value)`: on one rank, the first element of every unit becomes `value`.
+        `wreck = (steps, None, table)`: on all ranks, all elements of a unit become what `table` has for it,
+        or 0.
         """
-        number, rank, what = self.config["wreck"]
+        steps, rank, what = self.config["wreck"]
         backward = executor._handlers[Kind.BACKWARD]
-        first = stage.layout.units[stage.mesh.stage][0].name
+        units = stage.layout.units[stage.mesh.stage]
 
         def wrecked(action: Any, step: Any) -> None:
             backward(action, step)
-            hit = step.number >= -number - 1 if number < 0 else step.number == number
-            last = action.microbatch == stage.layout.microbatches - 1 and action.unit == stage.first
-            if not (hit and last):
+            if step.number not in steps or action.microbatch != stage.layout.microbatches - 1:
                 return
-            if rank is None:
-                for name, unit in stage.units.items():
-                    unit.grad.fill_(what.get(name, 0.0))
-                    unit.grad[unit.count :] = 0.0
-            elif rank == stage.mesh.rank:
-                stage.units[first].grad[0] = what
+            for unit in (stage.units[u.name] for u in units if u.readers[0] == action.unit):
+                if rank is None:
+                    unit.grad[: unit.count] = what.get(unit.name, 0.0)
+                elif rank == stage.mesh.rank:
+                    unit.grad[0] = what
 
         executor._handlers[Kind.BACKWARD] = wrecked
 
@@ -349,6 +355,7 @@ class Watch:
             "tied": self.tied,
             "leftovers": self.leftovers,
             "in_flight": self.in_flight,
+            "recovered": self.recovered,
             "rule": trainer.rule.state(),
             "updates": sorted(
                 {int(s["step"]) for u in stage.units.values() for s in u.optimizer.state.values()}
@@ -361,7 +368,7 @@ class Watch:
             "form": form,
             "number": step.number,
             "train": step.train,
-            "losses": dict(step.losses),
+            "losses": {j: float(loss) for j, loss in step.losses.items()},
             "sample_ids": dict(step.sample_ids),
             "loss": None if report is None else report.loss,
             "skipped": report is not None and report.skipped,

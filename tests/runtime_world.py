@@ -85,17 +85,14 @@ class Result:
         return {f"{kind}/{name}": a for kind in kinds for name, a in self._joined(kind).items()}
 
     def microbatches(self, number: int, what: str, stage: int, train: bool = True) -> list[Any]:
-        """`losses` or `sample_ids` of every micro-batch of a step in global order, as `stage` saw them."""
-        replicas = [r for r in self.ranks if r["stage"] == stage]
-        found = []
-        for rank in replicas:
-            (step,) = (
-                s
-                for s in rank["steps"]
-                if (s["number"], s["train"]) == (number, train) and s["form"] != "flush"
-            )
-            found += [step[what][j] for j in sorted(step[what])]
-        return found
+        """`losses` or `sample_ids` of every micro-batch of a step in global order, as `stage` saw them; of an
+        evaluation's batch as often as it was evaluated."""
+        replicas = [
+            [s[what] for s in r["steps"] if (s["number"], s["train"]) == (number, train) and s["form"] != "flush"]
+            for r in self.ranks
+            if r["stage"] == stage
+        ]
+        return [seen[j] for turns in zip(*replicas, strict=True) for seen in turns for j in sorted(seen)]
 
     def meaning(self) -> dict[str, Any]:
         """All that must not depend on when things happen, in exact form."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ratrain.program.passes import build
-from runtime_matrix import SUBSETS, configuration, covering, processes
+from runtime_matrix import SUBSETS, configuration, covering
 from runtime_world import ALL, Result, layout, train
 
 MOST = 6
