@@ -15,7 +15,15 @@ MAY_IMPORT = {
     "data": set(),
     "machine": {"model.spec"},
     "simulate": {"program"},
-    "plan": {"program", "simulate", "model.spec", "model.activations", "machine", "config"},
+    "plan": {
+        "program",
+        "simulate",
+        "model.spec",
+        "model.activations",
+        "model.operators",
+        "machine",
+        "config",
+    },
     "runtime": {"program", "model", "data", "config"},
     "report": {"program", "plan", "config"},
     "commands": {"program", "model", "data", "machine", "simulate", "plan", "runtime", "report"}
