@@ -64,13 +64,13 @@ def agree(program: Program, cost: Callable[[Action], Cost], net: Network) -> Non
                 assert k == steps - 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(programs(max_pipeline=4, max_layers=2, max_microbatches=5), st.integers(0, 10**6))
 def test_engine_equals_the_reference(program: Program, seed: int) -> None:
     agree(program, random_costs(seed, ports=False), network(4))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     programs(max_pipeline=4, max_layers=2, max_microbatches=4),
     st.integers(0, 10**6),

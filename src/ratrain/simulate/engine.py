@@ -106,7 +106,7 @@ def run(
             ready[ready_start[lane] + n_ready[lane]] = flat
             n_ready[lane] += 1
 
-    now = 0.0
+    now, limit = 0.0, 0.0
     while True:
         while True:  # everything that happens at this instant
             if n_over > 0:
@@ -138,6 +138,45 @@ def run(
                         if not in_todo[q]:
                             todo[n_todo], in_todo[q] = q, True
                             n_todo += 1
+                continue
+            if n_heap > 0 and when[heap[0]] <= limit:
+                job = heap[0]
+                n_heap = _unschedule(heap, place, when, n_heap)
+                if job < queues:
+                    over[n_over] = running[job]
+                    n_over += 1
+                    continue
+                slot = job - queues
+                step, k = held[slot] // meetings, held[slot] % meetings
+                ports = pattern[k]
+                begins = not flowing[slot] and port_start[ports] < port_start[ports + 1]
+                if begins:
+                    flowing[slot] = True
+                    remaining[job], since[job], rate[job] = 1.0, now, 0.0  # its whole, at no pace yet
+                for i in range(port_start[ports], port_start[ports + 1]):
+                    p = port[i]
+                    if begins:
+                        on_port[p, n_on_port[p]] = slot
+                        n_on_port[p] += 1
+                    else:
+                        n_on_port[p] -= 1
+                        for n in range(n_on_port[p]):
+                            if on_port[p, n] == slot:
+                                on_port[p, n] = on_port[p, n_on_port[p]]
+                                break
+                    if not in_changed[p]:
+                        changed[n_changed], in_changed[p] = p, True
+                        n_changed += 1
+                for i in range(member_start[k], member_start[k + 1]):
+                    if begins:
+                        flows[queue[member[i]] // streams] += 1
+                        continue
+                    flows[queue[member[i]] // streams] -= flowing[slot]
+                    over[n_over] = step * nodes + member[i]
+                    n_over += 1
+                if not begins:
+                    free[n_free] = slot
+                    n_free += 1
                 continue
             if n_todo > 0:
                 n_todo -= 1
@@ -247,44 +286,6 @@ def run(
             return False, start, end, turn, stood
         now = when[heap[0]]
         limit = now * (1 + SAME_INSTANT)
-        while n_heap > 0 and when[heap[0]] <= limit:
-            job = heap[0]
-            n_heap = _unschedule(heap, place, when, n_heap)
-            if job < queues:
-                over[n_over] = running[job]
-                n_over += 1
-                continue
-            slot = job - queues
-            step, k = held[slot] // meetings, held[slot] % meetings
-            ports = pattern[k]
-            begins = not flowing[slot] and port_start[ports] < port_start[ports + 1]
-            if begins:
-                flowing[slot] = True
-                remaining[job], since[job], rate[job] = 1.0, now, 0.0  # its whole, at no pace yet
-            for i in range(port_start[ports], port_start[ports + 1]):
-                p = port[i]
-                if begins:
-                    on_port[p, n_on_port[p]] = slot
-                    n_on_port[p] += 1
-                else:
-                    n_on_port[p] -= 1
-                    for n in range(n_on_port[p]):
-                        if on_port[p, n] == slot:
-                            on_port[p, n] = on_port[p, n_on_port[p]]
-                            break
-                if not in_changed[p]:
-                    changed[n_changed], in_changed[p] = p, True
-                    n_changed += 1
-            for i in range(member_start[k], member_start[k + 1]):
-                if begins:
-                    flows[queue[member[i]] // streams] += 1
-                    continue
-                flows[queue[member[i]] // streams] -= flowing[slot]
-                over[n_over] = step * nodes + member[i]
-                n_over += 1
-            if not begins:
-                free[n_free] = slot
-                n_free += 1
 
 
 @njit(cache=True)
