@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ratrain.commands.arguments import positive
 from ratrain.config import Config, load_config
 from ratrain.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from ratrain.plan.command import Answer
 
 
 def add_request(parser: argparse.ArgumentParser, plan_file: bool = True) -> None:
@@ -52,5 +56,25 @@ def run(args: argparse.Namespace) -> int:
     check_programs(answer.best, spec)
     if args.out is not None:
         answer.best.save(args.out)
-    print(json.dumps(answer.to_json()) if args.json else answer.text())
+    print(json.dumps(answer.to_json()) if args.json else text(answer))
     return 0
+
+
+def text(answer: Answer) -> str:
+    """The answer for people."""
+    from ratrain.plan.command import comparison, headline, plan_table, stage_table
+    from ratrain.report.table import render_table
+
+    best = answer.best
+    assert best.forecast is not None
+    parts = [headline(best), *(f"  {reason}" for reason in best.why)]
+    if answer.compared is not None:
+        parts.append(f"  {comparison(best, answer.compared)}")
+    parts += ["", render_table(*stage_table(best)), ""]
+    if len(answer.table) > 1:
+        parts += [f"The best {len(answer.table)}:", render_table(*plan_table(answer.table)), ""]
+    if answer.rejected:
+        parts += ["Why not others:", *(f"  {r.kind}: {r.sentence}" for r in answer.rejected)]
+    seconds, layouts = answer.searched
+    parts.append(f"{layouts:,} layouts in {seconds:.1f} s; {best.forecast.source}")
+    return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""What `ratrain plan` answers, as text and as JSON."""
+"""What `ratrain plan` answers: plans, tables and reasons; the command prints them."""
 
 from __future__ import annotations
 
@@ -56,23 +56,6 @@ class Answer:
             "layouts": self.searched[1],
             "compared": summary(self.compared) if self.compared else None,
         }
-
-    def text(self) -> str:
-        """For people."""
-        from ratrain.report.table import render_table
-
-        parts = [headline(self.best)]
-        parts += [f"  {reason}" for reason in self.best.why]
-        if self.compared is not None:
-            parts.append(f"  {comparison(self.best, self.compared)}")
-        parts += ["", render_table(*stage_table(self.best)), ""]
-        if len(self.table) > 1:
-            parts += [f"The best {len(self.table)}:", render_table(*plan_table(self.table)), ""]
-        if self.rejected:
-            parts.append("Why not others:")
-            parts += [f"  {r.kind}: {r.sentence}" for r in self.rejected]
-        parts.append(f"{self.searched[1]:,} layouts in {self.searched[0]:.1f} s; {self.best.forecast.source}")  # type: ignore[union-attr]
-        return "\n".join(parts)
 
 
 def plan_command(config: Config, spec: ModelSpec, args: argparse.Namespace) -> Answer:
