@@ -6,6 +6,7 @@ shapes that were not measured), the MT-3000 operator model, and a platform's rat
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -60,9 +61,7 @@ Pass = Callable[[Sequence[Operator], bool], float]
 class Compute:
     """Prices blocks and updates. `efficiency` divides every time: the one factor that may be calibrated."""
 
-    def __init__(
-        self, source: Platform | Profile | None, dtype: str, efficiency: float | None = None
-    ) -> None:
+    def __init__(self, source: Platform | Profile | None, dtype: str) -> None:
         self.source, self.dtype = source, dtype
         self.blocks: Blocks
         if isinstance(source, Profile):
@@ -75,9 +74,16 @@ class Compute:
         else:
             self.blocks, self.basis = _of_platform(source, dtype)
             self.optimizer_rate = source.device.optimizer_rate
-        modelled = isinstance(source, Platform)
-        given = source.device.operator_model.parameters.get("step_efficiency_ratio", 1.0) if modelled else 1.0  # type: ignore[union-attr]
-        self.efficiency = given if efficiency is None else efficiency
+        self.efficiency = 1.0
+        if isinstance(source, Platform):
+            parameters = source.device.operator_model.parameters
+            self.efficiency = parameters.get("step_efficiency_ratio", 1.0)
+
+    def at(self, efficiency: float) -> Compute:
+        """The same prices at another efficiency."""
+        other = copy.copy(self)
+        other.efficiency = efficiency
+        return other
 
     def block(self, spec: ModelSpec, block: str, micro_batch: int, seq_len: int) -> BlockSeconds:
         """Seconds of `block` of `spec` (its tensor-parallel slice, where there is one)."""
