@@ -153,3 +153,15 @@ def rotary_error(arguments: dict[str, Any]) -> dict[str, float]:
     resumed = {"steps": 2, "resume": f"{arguments['folder']}/step-00000001"}
     runtime_jobs.train(config | resumed, Watch)
     return {"before": seen[0], "after": max(seen[1:])}
+
+
+def state(arguments: dict[str, Any]) -> dict[str, bytes]:
+    """Every logical tensor of a checkpoint as bytes."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    reader = FileSystemReader(arguments["checkpoint"])
+    sizes = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(s.size, dtype=s.properties.dtype) for name, s in sizes.items()}
+    load(tensors, storage_reader=reader, no_dist=True)
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}

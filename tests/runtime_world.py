@@ -88,7 +88,11 @@ class Result:
         """`losses` or `sample_ids` of every micro-batch of a step in global order, as `stage` saw them; of an
         evaluation's batch as often as it was evaluated."""
         replicas = [
-            [s[what] for s in r["steps"] if (s["number"], s["train"]) == (number, train) and s["form"] != "flush"]
+            [
+                s[what]
+                for s in r["steps"]
+                if (s["number"], s["train"]) == (number, train) and s["form"] != "flush"
+            ]
             for r in self.ranks
             if r["stage"] == stage
         ]

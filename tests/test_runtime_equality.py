@@ -7,11 +7,25 @@ from typing import Any
 import pytest
 
 from ratrain.program.passes import build
-from runtime_matrix import SUBSETS, configuration, covering
+from runtime_matrix import SEQUENCE, SUBSETS, configuration, covering, processes
 from runtime_world import ALL, Result, layout, train
 
-MOST = 6
-ROWS = covering(MOST)
+ROWS = [*covering(4), *[row for row in covering(6) if processes(row) == 6][:6]]
+DELAYED: dict[str, dict[str, Any]] = {
+    "D2-zero1": {"layers": (3,), "data": 2, "zero": 1, "rungs": "inputs"},
+    "D2-zero2": {"layers": (3,), "data": 2, "zero": 2, "rungs": "mixed", "clip": 0.5},
+    "D2-zero3": {"layers": (3,), "data": 2, "zero": 3, "rungs": "inputs", "clip": 0.5},
+    "P2D2-zero1": {"layers": (2, 1), "data": 2, "zero": 1, "rungs": "mixed", "view": "bf16"},
+    "P2D2-zero3": {
+        "layers": (1, 2),
+        "data": 2,
+        "zero": 3,
+        "rungs": "inputs",
+        "ahead": 2,
+        "model": {"tie_word_embeddings": True, "attention_dropout": 0.1},
+    },
+    "P3": {"layers": (1, 1, 1), "microbatches": 4, "rungs": "inputs", "clip": 0.5},
+}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +44,65 @@ def test_passes_change_nothing(number: int) -> None:
         assert_leaves_nothing(changed)
         assert_ran_its_program(changed)
     assert_ran_its_program(none)
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_bc09_delays_change_nothing(name: str) -> None:
+    plan = SEQUENCE | DELAYED[name]
+    none = train(**plan, passes=())
+    for seed in range(3):
+        late = train(**plan, delay=0.05, delay_seed=seed)
+        assert_same(late, none)
+        assert_leaves_nothing(late)
+
+
+def test_a_reordered_reduction_is_caught() -> None:
+    """What equality would say of a reduction that sums from the last rank to the first. With two replicas
+    addition commutes; with four the rounding tells."""
+    plan: dict[str, Any] = SEQUENCE | {"layers": (3,), "data": 4, "zero": 1}
+    right, wrong = train(**plan), train(**plan, reducer="reversed")
+    with pytest.raises(AssertionError, match="norms"):
+        assert_same(wrong, right)
+    assert wrong.losses[0] == right.losses[0]
+    assert wrong.norms == pytest.approx(right.norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_traces_differ_as_programs_do(zero: int) -> None:
+    plan: dict[str, Any] = SEQUENCE | {
+        "layers": (2, 1),
+        "data": 2,
+        "zero": zero,
+        "rungs": "inputs",
+        "steps": 4,
+    }
+    for passes in SUBSETS:
+        found = train(**plan, passes=passes)
+        assert_ran_its_program(found)
+        streams = {stream for rank in found.ranks for step in rank["steps"] for stream, _ in step["rows"]}
+        lagging = {
+            a for rank in found.ranks for step in rank["steps"] for _, a in step["rows"] if "lag1" in a
+        }
+        assert ("sync" in streams) == ("layerwise_sync" in passes)
+        assert bool(lagging) == ("update_prefetch" in passes)
+        assert ("prefetch" in streams) == ("update_prefetch" in passes and zero > 0)
+        recovered = {
+            a
+            for rank in found.ranks
+            for step in rank["steps"]
+            for _, a in step["rows"]
+            if a.startswith("RECOVER(s1")
+        }
+        assert bool(recovered) == ("forward_side_recovery" not in passes)  # the last stage elides it
+
+
+def test_a_recorded_order_that_is_not_the_programs_is_caught() -> None:
+    found = train(**SEQUENCE, layers=(2, 1), data=2, zero=2)
+    rows = found.ranks[0]["steps"][1]["rows"]
+    synced = [i for i, (stream, _) in enumerate(rows) if stream == "sync"]
+    rows[synced[0]], rows[synced[1]] = rows[synced[1]], rows[synced[0]]
+    with pytest.raises(AssertionError):
+        assert_ran_its_program(found)
 
 
 def assert_same(found: Result, expected: Result) -> None:
