@@ -26,7 +26,7 @@ from race.workload import prepare_tokens
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 WARM_STEPS = 2
-_START_TIMEOUT = 240.0
+_START_TIMEOUT = 420.0  # DeepSpeed compiles an extension when it is first used
 _WINDOW_TIMEOUT = 600.0
 _FIRST_PORT = 29600
 LOOPBACK = "loopback"
@@ -44,12 +44,14 @@ class Record:
 
     windows   wall seconds per step of each window, slowest rank
     losses    of every step from the first, warm-up included
+    processor seconds of processor time per step, busiest rank, of each window: what wall time hides on a busy machine
     peak      most bytes resident, per rank
     details   what the tool told of its last window, per rank
     """
 
     windows: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     peak: list[int] = field(default_factory=list)
     details: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
@@ -69,31 +71,32 @@ def race(row: Row, repeat: int, scratch: Path, tell: Callable[[str], None]) -> d
             stack.callback(team.close)
             teams[case.name] = team
         for name, team in teams.items():
-            _attempt(records[name], team.await_ready)
+            _attempt(records[name], team, team.await_ready)
         step = 0
         for turn in range(repeat + 1):
             count = row.steps if turn else WARM_STEPS
             for name in list(teams):
                 record, team = records[name], teams[name]
                 if not record.error:
-                    _attempt(record, partial(team.window, step, count, record))
+                    _attempt(record, team, partial(team.window, step, count, record))
                     tell(f"  {turn}/{repeat} {name}: {record.error or f'{record.windows[-1]:.3f} s a step'}")
                 if not turn:
                     record.windows.clear()
+                    record.processor.clear()
             step += count
         for name, team in teams.items():
             if not records[name].error:
-                _attempt(records[name], partial(team.details, records[name]))
+                _attempt(records[name], team, partial(team.details, records[name]))
     return records
 
 
-def _attempt(record: Record, action: Callable[[], None]) -> None:
-    if record.error:
-        return
+def _attempt(record: Record, team: _Team, action: Callable[[], None]) -> None:
+    """A contender that fails is out, and must not burn the others' processor."""
     try:
         action()
     except Failed as error:
         record.error = str(error)
+        team.close()
 
 
 def _starter(row: Row, stack: ExitStack) -> Start:
@@ -153,6 +156,7 @@ class _Team:
         took = max(r["end"] for r in replies) - min(r["start"] for r in replies)
         told = [r["losses"] for r in replies if r["losses"]]
         record.windows.append(took / count)
+        record.processor.append(max(r["processor"] for r in replies) / count)
         record.losses += [sum(losses) / len(told) for losses in zip(*told)]
         record.peak = [r["peak"] for r in replies]
 

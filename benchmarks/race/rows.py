@@ -82,7 +82,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Bar:
-    """The most that `who` may take, as a share of what `against` takes ("best peer": the fastest)."""
+    """The most that `who` may take, as a share of what `against` takes. "best peer" and "best ratrain" are the
+    fastest of those that fit the memory limit."""
 
     against: str
     most: float
@@ -144,7 +145,7 @@ _ROW_KEYS = ("name", "set", "about", "link", "steps", "contender", "bar")
 def _row(entry: Mapping[str, Any], models: Mapping[str, Any]) -> Row:
     shared = {k: v for k, v in entry.items() if k not in _ROW_KEYS}
     cases = tuple(_case(entry["name"], {**shared, **c}, models) for c in entry["contender"])
-    known = {case.name for case in cases} | {"best peer"}
+    known = {case.name for case in cases} | {"best peer", "best ratrain"}
     bars = tuple(Bar(**bar) for bar in entry.get("bar", ()))
     for bar in bars:
         if not {bar.who, bar.against} <= known:

@@ -8,9 +8,18 @@ from statistics import median
 from race.arena import LOOPBACK, WARM_STEPS
 from race.results import Result
 from race.rows import RATRAIN, Case, Row
-from race.verdict import checks, loss_difference, ratio, reference_name, valid
+from race.verdict import checks, fits, loss_difference, ratio, reference_name, valid
 
-_HEADER = ("contender", "layout", "s/step", "windows", "RATrain / it", "peak MB", "loss difference")
+_HEADER = (
+    "contender",
+    "layout",
+    "s/step",
+    "windows",
+    "RATrain / it",
+    "processor s/step",
+    "peak MB",
+    "loss difference",
+)
 
 
 def markdown(row: Row, result: Result) -> str:
@@ -30,7 +39,7 @@ def _sentence(row: Row) -> str:
     limit = f", {case.memory} a device" if case.memory else ""
     clip = f", clipping at {case.clip:g}" if case.clip else ""
     return (
-        f"{row.about[0].upper()}{row.about[1:]}. {shape}; {case.global_batch // case.micro_batch} micro-batches of "
+        f"{row.about[0].upper()}{row.about[1:]}. {shape}; {case.global_batch} sequences a step in micro-batches of "
         f"{case.micro_batch}; {where}{limit}{clip}; windows of {row.steps} steps."
     )
 
@@ -39,7 +48,7 @@ def _contender(row: Row, result: Result, case: Case) -> list[str]:
     record, reference = result.records[case.name], result.records[reference_name(row)]
     name = f"**{case.name}**" if case.tool == RATRAIN else case.name
     if record.error or not record.windows:
-        return [name, layout(case), f"cannot run: {record.error}".replace("|", "/"), "", "", "", ""]
+        return [name, layout(case), f"cannot run: {record.error}".replace("|", "/"), *[""] * 5]
     spread = f"{min(record.windows):.3f} to {max(record.windows):.3f}"
     difference = loss_difference(record, reference, WARM_STEPS + row.steps)
     against = ""
@@ -49,7 +58,16 @@ def _contender(row: Row, result: Result, case: Case) -> list[str]:
             f"{got:.3f} ({low:.3f} to {high:.3f})" if valid(row, result, case) else "not the same training"
         )
     peak = " ".join(f"{p / 1e6:.0f}" for p in record.peak)
-    return [name, layout(case), f"{median(record.windows):.3f}", spread, against, peak, f"{difference:.1e}"]
+    return [
+        name,
+        layout(case),
+        f"{median(record.windows):.3f}",
+        spread,
+        against,
+        f"{median(record.processor):.3f}",
+        peak + ("" if fits(case, record) else " (over the limit)"),
+        f"{difference:.1e}",
+    ]
 
 
 def layout(case: Case) -> str:

@@ -9,6 +9,7 @@ from race.arena import WARM_STEPS, Record
 from race.ratrain_plan import plan_of, recovery_working_set
 from race.results import Result
 from race.rows import RATRAIN, Bar, Case, Row
+from ratrain.config import parse_bytes
 
 LOSS_TOLERANCE = 1e-4
 MEMORY_TOLERANCE = 1.03
@@ -40,6 +41,11 @@ def valid(row: Row, result: Result, case: Case) -> bool:
     return loss_difference(record, reference, WARM_STEPS + row.steps) <= LOSS_TOLERANCE
 
 
+def fits(case: Case, record: Record) -> bool:
+    """Whether no rank was ever larger than its device."""
+    return not case.memory or max(record.peak) <= parse_bytes(case.memory, case.name)
+
+
 def reference_name(row: Row) -> str:
     """The contender that losses are compared with: the first RATrain."""
     return next(case.name for case in row.cases if case.tool == RATRAIN)
@@ -58,12 +64,12 @@ def checks(row: Row, result: Result) -> list[Check]:
 
 def _bar(row: Row, result: Result, bar: Bar) -> Check:
     against = bar.against
-    peers = [c.name for c in row.cases if c.tool != RATRAIN and valid(row, result, c)]
+    peers = [c.name for c in row.cases if c.tool != RATRAIN and _counts(row, result, c)]
     if against == "best peer" and peers:
         against = min(peers, key=lambda name: median(result.records[name].windows))
     who = bar.who
     if who == "best ratrain":
-        ours = [c.name for c in row.cases if c.tool == RATRAIN and valid(row, result, c)]
+        ours = [c.name for c in row.cases if c.tool == RATRAIN and _counts(row, result, c)]
         who = min(ours, key=lambda name: median(result.records[name].windows), default="")
     if against not in peers or who not in result.records or result.records[who].error:
         return Check(f"{bar.who} against {bar.against}: at most {bar.most:.2f}x", None)
@@ -72,6 +78,10 @@ def _bar(row: Row, result: Result, bar: Bar) -> Check:
         f"{who} against {against}: {got:.3f}x (windows {low:.3f} to {high:.3f}), at most {bar.most:.2f}x",
         got <= bar.most,
     )
+
+
+def _counts(row: Row, result: Result, case: Case) -> bool:
+    return valid(row, result, case) and fits(case, result.records[case.name])
 
 
 def _memory(row: Row, result: Result) -> list[Check]:

@@ -54,10 +54,10 @@ def _serve(arena: Connection[Any, Any], case: Case, rank: int, store: Path) -> N
             arena.send(contender.details())
             continue
         dist.barrier()
-        start = time.perf_counter()
+        burnt, start = time.process_time(), time.perf_counter()
         losses = contender.train(*request)
-        end = time.perf_counter()
-        arena.send({"start": start, "end": end, "losses": losses, "peak": _peak()})
+        end, burnt = time.perf_counter(), time.process_time() - burnt
+        arena.send({"start": start, "end": end, "processor": burnt, "losses": losses, "peak": _peak()})
 
 
 def _meet(tool: str) -> None:
