@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,26 @@ def column(folder: Path, key: str) -> list[Any]:
 def own_lines(text: str) -> list[str]:
     """Lines that ratrain itself printed as errors."""
     return [line for line in text.splitlines() if line.startswith("ratrain: ")]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that has ended well.
+
+    toml    its run file; corpus, model and cache lie beside it
+    run     its run folder
+    said    what it printed
+    """
+
+    toml: Path
+    run: Path
+    said: str
+
+
+def train_sample(folder: Path) -> Trained:
+    """Runs `write_run`'s run as it stands."""
+    toml = write_run(folder)
+    with running("train", toml) as run:
+        status, out, err = run.end(240)
+    assert status == 0, err
+    return Trained(toml, folder / "run", out)
