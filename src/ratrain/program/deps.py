@@ -1,7 +1,7 @@
 """What must have finished before an action may start. One function, read by checker, simulator and executor.
 
 Order within a stream is a dependency of its own and not listed here; neither are the partners of a transfer
-or a collective (`rendezvous.py`), which meet because every rank lists its half.
+or a collective (`graph.meeting`), which meet because every rank lists its half.
 """
 
 from __future__ import annotations
