@@ -131,5 +131,5 @@ def test_swapped_buffers_and_illegal_paths() -> None:
 def test_a_schedule_too_large_for_the_chip_is_refused() -> None:
     schedule = build_gemm(CHIP, Problem(2048, 64, 2048), Tiles(2048, 2048, 32, 96, 64, 6, PN=2))
     assert not schedule.fits(CHIP)
-    with pytest.raises(MemoryFault, match="overflow.*gsm"):
+    with pytest.raises(MemoryFault, match=r"overflow.*gsm"):
         run(schedule)

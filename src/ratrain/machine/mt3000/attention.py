@@ -201,7 +201,11 @@ def build_backward(chip: Chip, heads: Heads, blocks: Blocks) -> Schedule:
     )
     clear = (Kernel("fill", (("out", "dVt"),)), Kernel("fill", (("out", "dKt"),)))
     # The cores have met since the last sums were read from GSM, at the start of the block; between the two not.
-    reduce = (*_reduce("dVt", "dV", blocks, passes), Barrier(), *_reduce("dKt", "dK", blocks, passes))
+    seen: tuple[When, ...] = (When("q", "first", not_=True),)
+    if heads.causal:
+        seen += (When("t", "before", than="q"),)
+    first, second = (_reduce(f"{name}t", name, blocks, passes, seen) for name in ("dV", "dK"))
+    reduce = (*first, Barrier(), *second)
     operands = tuple(Operand(name, HEAD, "fp16") for name in ("Q", "O", "dO", "dQ"))
     operands += tuple(Operand(name, KEYS, "fp16") for name in ("K", "V", "dK", "dV"))
     operands += (Operand("L", ("b", "g", "q"), "fp32"),)
@@ -290,9 +294,10 @@ def _over_queries(source: str, blocks: Blocks, target: str) -> Statement:
     return Loop("q", blocks.MS, body, rotates=("Q_sm",))
 
 
-def _reduce(partial: str, result: str, blocks: Blocks, passes: int) -> tuple[Statement, ...]:
+def _reduce(partial: str, result: str, blocks: Blocks, passes: int, seen: tuple[When, ...]) -> tuple[Statement, ...]:
     """Sum `partial` [d,t] over the group's cores into `result` [t,d]: every core adds up its share of keys."""
-    again = ((When("g", "first", not_=True),), (When("g", "first"), When("q", "first", not_=True)))
+    # Earlier rounds of rows saw earlier keys only; earlier heads saw all.
+    again = ((When("g", "first", not_=True),), (When("g", "first"), *seen))
     more = ((When("g", "last", not_=True),), (When("g", "last"), When("q", "last", not_=True)))
     done = (When("g", "last"), When("q", "last"))
     spill = f"W_{result}"
@@ -423,15 +428,25 @@ def lane_steps(chip: Chip, heads: Heads, blocks: Blocks) -> float:
 def attention_traffic(heads: Heads, blocks: Blocks, backward: bool) -> int:
     """DDR bytes in closed form: queries and outputs once, keys and values once per head and round of rows that
     reaches them; the backward also spills dK and dV (FP32) between the passes that share a head."""
-    per_round = blocks.PQ * blocks.QB
-    lasts = [min(start + per_round, heads.queries) for start in range(0, heads.queries, per_round)]
-    reach = [last + heads.keys - heads.queries if heads.causal else heads.keys for last in lasts]
+    per_round, total, shift = blocks.PQ * blocks.QB, heads.keys, heads.keys - heads.queries
+    starts = list(range(0, heads.queries, per_round))
+    ends = [min(start + per_round, heads.queries) + shift if heads.causal else total for start in starts]
+    reach = [min(total, ceil(end / blocks.TB) * blocks.TB) for end in ends]
     query_heads = heads.kv_heads * heads.group
-    rows = query_heads * heads.queries
-    read = query_heads * sum(reach) * heads.d * 2 * 2
+    per_query = 4 if backward else 2
+    moved = query_heads * (heads.queries * (heads.d * per_query * 2 + 4) + sum(reach) * heads.d * 2 * 2)
     if not backward:
-        return rows * heads.d * 2 * 2 + rows * 4 + read
-    total = rows * heads.d * 2 * 4 + rows * 4 + read
-    touched = [reach[i % len(reach)] for i in range(heads.group * len(reach))]
-    spilled = sum(touched[1:]) + sum(touched[:-1])
-    return total + heads.kv_heads * heads.d * 2 * (touched[-1] * 2 + spilled * 4)
+        return moved
+    stored = heads.group * sum(reach) - total
+    fetched = (heads.group - 1) * sum(reach)
+    for start, end in zip(starts[1:], reach[1:]):
+        fetched += _seen_keys(start + shift, total, blocks) if heads.causal else end
+    return moved + heads.kv_heads * heads.d * 2 * (total * 2 + (stored + fetched) * 4)
+
+
+def _seen_keys(level: int, total: int, blocks: Blocks) -> int:
+    """Keys in shares (of a core, of a block) that begin before `level`."""
+    start = level // blocks.TB * blocks.TB
+    size = min(blocks.TB, total - start)
+    share = ceil(size / blocks.PQ) if size else 1
+    return start + min(size, ceil((level - start) / share) * share)

@@ -127,7 +127,11 @@ class _Reader:
         if loop not in self.relevant:
             used, ended, placed = set(), set(), set()
             for statement in walk(loop.body):
-                ended |= {condition.dim for condition in getattr(statement, "when", ())}
+                for condition in getattr(statement, "when", ()):
+                    if condition.than:
+                        placed |= {condition.dim, condition.than}
+                    else:
+                        ended.add(condition.dim)
                 match statement:
                     case Dma():
                         used |= set(self.transfer(statement)[2])
@@ -183,10 +187,10 @@ class _Reader:
                     if here is not None:
                         self.issue(statement, here, clock)
                 case Wait():
-                    if holds(statement.when, frame.env, self.schedule.extents):
+                    if holds(statement.when, frame.env, self.schedule):
                         clock.wait(statement.tag, statement.keep)
                 case Kernel():
-                    if holds(statement.when, frame.env, self.schedule.extents):
+                    if holds(statement.when, frame.env, self.schedule):
                         clock.run(self.cycles(statement, frame.env))
                 case Barrier():
                     clock.barrier()
@@ -226,7 +230,7 @@ class _Reader:
                 self.prologue(statement.body, narrow(statement, env, core, self.schedule), clock, core)
 
     def issue(self, dma: Dma, env: Env, clock: CoreClock) -> None:
-        if not holds(dma.when, env, self.schedule.extents):
+        if not holds(dma.when, env, self.schedule):
             return
         _, ddr, dims, size = self.transfer(dma)
         for dim in dims:
@@ -252,7 +256,7 @@ class _Reader:
             if isinstance(statement, Dma):
                 if statement.broadcast > 1 and core >= self.schedule.cores // statement.broadcast:
                     continue
-                if not holds(statement.when, env, self.schedule.extents):
+                if not holds(statement.when, env, self.schedule):
                     continue
                 path, _, dims, size = self.transfer(statement)
                 for dim in dims:

@@ -203,10 +203,10 @@ class _Executor:
                     if here is not None:
                         self.issue(statement, here, core, int(statement.ahead))
                 case Wait():
-                    if holds(statement.when, frame.env, self.schedule.extents):
+                    if holds(statement.when, frame.env, self.schedule):
                         self.wait(statement, core)
                 case Kernel():
-                    if holds(statement.when, frame.env, self.schedule.extents):
+                    if holds(statement.when, frame.env, self.schedule):
                         self.compute(statement, frame.env, core)
                 case Loop():
                     for inner in self.enter(statement, frame, core):
@@ -274,7 +274,7 @@ class _Executor:
     # Transfers and kernels
 
     def issue(self, dma: Dma, env: Env, core: int, ahead: int) -> None:
-        if not holds(dma.when, env, self.schedule.extents):
+        if not holds(dma.when, env, self.schedule):
             return
         path = (self.schedule.level(dma.src), self.schedule.level(dma.dst))
         if path not in LEGAL_PATHS:

@@ -61,14 +61,16 @@ class Buffer:
 
 @dataclass(frozen=True)
 class When:
-    """True where `dim` stands at the start (`first`) or the end (`last`) of its whole extent; `not_` inverts."""
+    """True where `dim` stands at the start (`first`) or the end (`last`) of its whole extent, or where its keys
+    begin `before` the keys that are level with the first query of dimension `than`; `not_` inverts."""
 
     dim: str
     end: str
     not_: bool = False
+    than: str = ""
 
     def __str__(self) -> str:
-        return f"if {self.dim} is {'not ' if self.not_ else ''}{self.end}"
+        return f"if {self.dim} is {'not ' if self.not_ else ''}{self.end}{' ' * bool(self.than)}{self.than}"
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Barrier:
 class Loop:
     """Run `body` over tiles of `dim`. `rotates` names the buffers that take their next slot each iteration.
 
-    `until=q`: causal, only indices that some index of dimension q may attend to. `chained`: transfers issued
+    `until=q`: causal, only tiles that some index of dimension q may attend to. `chained`: transfers issued
     ahead run on into the first tile of the parent loop's next iteration, so the pipeline does not drain between.
     `keeps` names buffers that hold the loop's region and keep their contents when the region comes again.
     """
@@ -234,7 +236,8 @@ def loop_tiles(loop: Loop, env: Env, schedule: Schedule) -> list[Env]:
     if loop.until is not None:
         queries = env[loop.until]
         reach = queries[-1] + schedule.offset + 1 if queries else whole.start
-        whole = whole[: max(0, -(-(reach - whole.start) // whole.step))]
+        tiles = ceil(max(0, reach - whole.start) / whole.step / loop.tile)
+        whole = whole[: tiles * loop.tile]
     return [{**env, loop.dim: whole[i : i + loop.tile]} for i in range(0, len(whole), loop.tile)]
 
 
@@ -272,13 +275,19 @@ def narrow(node: Split | Causal | Pick, env: Env, core: int, schedule: Schedule)
             return {**env, node.dim: range(1) if env[node.by] else range(0)}
 
 
-def holds(conditions: tuple[When, ...], env: Env, extents: dict[str, int]) -> bool:
+def holds(conditions: tuple[When, ...], env: Env, schedule: Schedule) -> bool:
+    """Whether a statement with these conditions runs."""
     for condition in conditions:
         covered = env[condition.dim]
-        at = bool(covered) and (
-            covered[0] == 0 if condition.end == "first" else covered[-1] == extents[condition.dim] - 1
-        )
-        if at == condition.not_:
+        if not covered:
+            return False
+        if condition.end == "before":
+            true = covered[0] < env[condition.than].start + schedule.offset
+        elif condition.end == "first":
+            true = covered[0] == 0
+        else:
+            true = covered[-1] == schedule.extents[condition.dim] - 1
+        if true == condition.not_:
             return False
     return True
 
