@@ -83,7 +83,7 @@ def test_in_flight_micro_batches_do_not_grow_with_the_batch() -> None:
         assert [in_flight(plan.program(), s) for s in range(4)] == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_closed_peak_is_the_programs(data: st.DataObject) -> None:
     """Both the short program's and the closed form's peak equal the whole program's."""

@@ -38,7 +38,7 @@ def estimate(shape: Shape, stages: Sequence[Stage]) -> Estimate:
     """The estimate of a placement."""
     total, message = shape.micro_batches, shape.message
     behind = not shape.forward_side or shape.ahead == 0  # recovery waits for the gradient
-    trip = [s.forward + s.backward + (s.recover if behind else 0.0) for s in stages]
+    trip = [stage.busy - (0.0 if behind else stage.recover) for stage in stages]
     before = 0.0
     occupied = []
     for index, stage in enumerate(stages):
@@ -64,7 +64,7 @@ def lower_bound(shape: Shape) -> float:
     work = shape.request.spec.layers * (layer.forward + layer.backward)
     work += sum(end.forward + end.backward for end in ends)
     head = ends[1].forward + ends[1].backward
-    cycle = max(work / shape.pipeline, head, shape.least_sync)
+    cycle = max(work / shape.pipeline, head, shape.least_links)
     return work + (shape.micro_batches - 1) * cycle
 
 
@@ -78,7 +78,7 @@ def _tail(shape: Shape, stages: Sequence[Stage]) -> float:
     else:  # all but the last unit's reduction runs under the last backward
         last_unit = shape.state_seconds(0, True, False)[0]
         exposed = max(last_unit, reduce - stages[0].backward)
-    if "update_prefetch" not in shape.passes:
+    if not shape.gathers_ahead:
         return exposed + after
     first_unit = shape.state_seconds(0, True, False)[1]
     return exposed + max(first_unit, after - stages[0].forward)

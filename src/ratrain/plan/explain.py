@@ -144,7 +144,7 @@ def _reasons(plan: Plan, result: Result) -> Iterator[str]:
         elif mine.time and other.time.step > mine.time.step:
             more = other.time.step - mine.time.step
             yield f"ZeRO-{plan.zero} because ZeRO-{level} would take {more:.2f} s longer"
-    occupied = max(stage.sync / stage.busy for stage in mine.stages)
+    occupied = max(stage.links / stage.busy for stage in mine.stages)
     if occupied > 0:
         yield f"reductions and gathers fill a stage's links for {occupied:.0%} of its time, under computation"
 

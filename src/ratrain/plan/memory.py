@@ -165,20 +165,21 @@ def activation_peak(
     """
     if elided:
         kept, ahead = whole, None
-    dropped = any(k < w for k, w in zip(kept, whole))
-    newest = _at_work(kept, working)
-    if not dropped:
-        return in_flight * sum(kept) + newest
+    newest, kept_sum, whole_sum = _at_work(kept, working), sum(kept), sum(whole)
+    if kept_sum == whole_sum:
+        return in_flight * kept_sum + newest
     if ahead is None or ahead == 0:
-        live = in_flight * sum(kept)
         early = whole[-1] - kept[-1] if ahead == 0 and in_flight > 1 else 0
         backward = max(
             w - k + work - sum(kept[i + 1 :]) for i, (k, w, work) in enumerate(zip(kept, whole, working))
         )
-        return live + max(early + newest, backward)
+        turn = whole[0] + early - kept_sum  # one is all but released, and the next begins to be recovered
+        return in_flight * kept_sum + max(early + newest, backward, turn)
     recovered = min(ahead + 1, in_flight)
-    live = (in_flight - recovered) * sum(kept) + recovered * sum(whole)
-    return live + (newest if recovered < in_flight else _at_work(whole, working))
+    live = (in_flight - recovered) * kept_sum + recovered * whole_sum
+    if recovered == in_flight:
+        return live + _at_work(whole, working)
+    return live + max(newest, whole[0] - kept_sum)
 
 
 def _at_work(held: Sequence[int], working: Sequence[int]) -> int:

@@ -25,19 +25,24 @@ LAYER = "layer0"
 
 
 class Stage(NamedTuple):
-    """One stage of a shape: its layers' rungs in order, seconds per micro-batch, and bytes at the peak."""
+    """One stage of a shape: its layers' rungs in order, seconds per micro-batch, and bytes at the peak.
+
+    waits  in which reductions and gathers hold computation up
+    links  that its own reductions and gathers fill its links
+    """
 
     rungs: tuple[str, ...]
     forward: float
     backward: float
     recover: float
-    sync: float
+    waits: float
+    links: float
     total: int
 
     @property
     def busy(self) -> float:
         """Seconds that a micro-batch occupies the stage."""
-        return max(self.forward + self.backward + self.recover, self.sync)
+        return self.forward + self.backward + self.recover + self.waits
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Shape:
             self.request.target.runtime_base,
             self.activations.message,
             self.overlapped,
-            "update_prefetch" in self.passes,
+            self.gathers_ahead,
         )
 
     @cached_property
@@ -98,6 +103,11 @@ class Shape:
     def overlapped(self) -> bool:
         """Whether reductions run beside the backwards."""
         return "layerwise_sync" in self.passes
+
+    @cached_property
+    def gathers_ahead(self) -> bool:
+        """Whether views are gathered beside computation."""
+        return "update_prefetch" in self.passes
 
     @cached_property
     def message(self) -> float:
@@ -230,15 +240,33 @@ class Shape:
 
     def _priced(self, index: int, rungs: tuple[str, ...]) -> Stage:
         first, last = index == 0, index == self.pipeline - 1
-        layer = self.seconds(LAYER)
-        ends = [self.seconds(EMBED)] * first + [self.seconds(HEAD)] * last
-        forward = len(rungs) * layer.forward + sum(end.forward for end in ends)
-        backward = len(rungs) * layer.backward + sum(end.backward for end in ends)
-        recover = sum(layer.recover[rung] for rung in rungs)
-        sync = self._sync(len(rungs), first, last)
-        if not self.overlapped and sync:
-            backward, sync = backward + sync, 0.0
-        return Stage(rungs, forward, backward, recover, sync, self._total(index, rungs))
+        blocks = [EMBED] * first + [LAYER] * len(rungs) + [HEAD] * last
+        recover = [0.0] * first + [self.seconds(LAYER).recover[rung] for rung in rungs] + [0.0] * last
+        forward = [self.seconds(block).forward for block in blocks]
+        backward = [self.seconds(block).backward for block in blocks]
+        waits = links = 0.0
+        if self.states.sharded_gradients:
+            reduce = [self._links[block][0] for block in blocks]
+            gather = [self._links[block][1] * self.states.sharded_views for block in blocks]
+            again = [r + b for r, b in zip(recover, backward)]
+            waits = self._held_up(forward, gather) + self._held_up(again[::-1], gather[::-1], reduce[::-1])
+            links = sum(reduce) + 2 * sum(gather)
+        return Stage(
+            rungs, sum(forward), sum(backward), sum(recover), waits, links, self._total(index, rungs)
+        )
+
+    def _held_up(
+        self, compute: Sequence[float], gather: Sequence[float], reduce: Sequence[float] | None = None
+    ) -> float:
+        """Seconds that a pass over some units takes beyond computing. Beside a unit's computation the next is
+        gathered and the one before reduced, no more, since no more than two exist whole."""
+        reduce = reduce or [0.0] * len(compute)
+        beside = [0.0] * len(compute)
+        for i, (collected, reduced) in enumerate(zip([*gather[1:], gather[-1]], [0.0, *reduce[:-1]])):
+            beside[i] = collected * self.gathers_ahead + reduced * self.overlapped
+        held = sum(max(0.0, transfer - seconds) for seconds, transfer in zip(compute, beside))
+        held += 0.0 if self.gathers_ahead else sum(gather)
+        return held + (0.0 if self.overlapped else sum(reduce))
 
     @cached_property
     def _links(self) -> dict[str, tuple[float, float, float]]:
@@ -253,15 +281,16 @@ class Shape:
             table[block] = (reduce, gather if self.zero else 0.0, update)
         return table
 
-    def _sync(self, layers: int, first: bool, last: bool) -> float:
-        """Seconds that a micro-batch's own reductions and gathers occupy the links (ZeRO-2 and 3)."""
+    @property
+    def least_links(self) -> float:
+        """Link seconds of a micro-batch's own reductions and gathers on an average stage."""
         if not self.states.sharded_gradients:
             return 0.0
-        gathers = 2 if self.states.sharded_views else 0
-        return sum(
-            count * (self._links[block][0] + gathers * self._links[block][1])
-            for block, count in ((LAYER, layers), (EMBED, first), (HEAD, last))
-        )
+        table = 0.0
+        for block, count in ((LAYER, self.request.spec.layers), (EMBED, 1), (HEAD, 1)):
+            reduce, gather, _ = self._links[block]
+            table += count * (reduce + 2 * gather * self.states.sharded_views)
+        return table / self.pipeline
 
     def state_seconds(self, layers: int, first: bool, last: bool) -> tuple[float, float]:
         """Seconds of a step's reductions (ZeRO-0 and 1), and of its updates and gathers, of one stage."""
@@ -273,8 +302,3 @@ class Shape:
             reduce += count * once * reduces
             after += count * (update + gather * gathers)
         return reduce, after
-
-    @property
-    def least_sync(self) -> float:
-        """Link seconds of a micro-batch's own reductions and gathers on an average stage, if they overlap."""
-        return self._sync(self.request.spec.layers, True, True) / self.pipeline if self.overlapped else 0.0
