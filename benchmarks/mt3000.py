@@ -155,7 +155,7 @@ def spec_of(name: str) -> ModelSpec:
 def model_step(chip: Chip, name: str) -> dict[str, Any]:
     """Forward and backward of every block; matrix products and attention count as the model's operations."""
     spec = spec_of(name)
-    start = time.perf_counter()
+    start = time.process_time()
     seconds: dict[str, float] = {}
     bound: dict[str, float] = {}
     flops = 0.0
@@ -168,10 +168,10 @@ def model_step(chip: Chip, name: str) -> dict[str, Any]:
                     label = operator.kind if operator.kind in ("matmul", "attention") else operator.name
                     seconds[label] = seconds.get(label, 0.0) + times * cost.seconds
                     bound[cost.bound] = bound.get(cost.bound, 0.0) + times * cost.seconds
-    spent = time.perf_counter() - start
+    spent = time.process_time() - start
     total = sum(seconds.values())
     print(
-        f"  {name}: {total:.2f} s, {flops / total / 1e12:.2f} TFLOP/s per cluster; priced in {spent:.2f} s; "
+        f"  {name}: {total:.2f} s, {flops / total / 1e12:.2f} TFLOP/s per cluster; priced in {spent:.2f} s of CPU; "
         f"AdamW on 1/128 of it {update_seconds(chip, spec.parameter_count() // 128):.3f} s"
     )
     parts = sorted(seconds.items(), key=lambda item: -item[1])

@@ -294,7 +294,9 @@ def _over_queries(source: str, blocks: Blocks, target: str) -> Statement:
     return Loop("q", blocks.MS, body, rotates=("Q_sm",))
 
 
-def _reduce(partial: str, result: str, blocks: Blocks, passes: int, seen: tuple[When, ...]) -> tuple[Statement, ...]:
+def _reduce(
+    partial: str, result: str, blocks: Blocks, passes: int, seen: tuple[When, ...]
+) -> tuple[Statement, ...]:
     """Sum `partial` [d,t] over the group's cores into `result` [t,d]: every core adds up its share of keys."""
     # Earlier rounds of rows saw earlier keys only; earlier heads saw all.
     again = ((When("g", "first", not_=True),), (When("g", "first"), *seen))

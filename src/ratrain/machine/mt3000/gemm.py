@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ratrain.machine.mt3000.chip import ACCUMULATOR, DTYPE_BYTES, Chip
+from ratrain.machine.mt3000.chip import ACCUMULATOR, Chip
 from ratrain.machine.mt3000.schedule import (
     Barrier,
     Buffer,
@@ -76,20 +76,6 @@ class Tiles:
 
 def transposes_in_am(chip: Chip, problem: Problem) -> bool:
     return problem.trans == "nt" and chip.nt_in_am
-
-
-def am_bytes(chip: Chip, problem: Problem, tiles: Tiles) -> int:
-    """AM bytes of one core: B tiles, C tiles, and where they exist the transposed B tile and the rounded C tile."""
-    size, wide = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[ACCUMULATOR[problem.dtype]]
-    b_tiles = 3 if transposes_in_am(chip, problem) else 2
-    need = b_tiles * chip.aligned(tiles.KA * tiles.NA * size)
-    need += tiles.c_copies * chip.aligned(tiles.MA * tiles.NA * wide)
-    if size != wide:
-        need += 2 * chip.aligned(-(-tiles.MA // tiles.PK) * tiles.NA * size)
-    if tiles.PK > 1:
-        share = -(-tiles.MA // tiles.PK)
-        need += chip.aligned(tiles.PK * share * tiles.NA * wide) + chip.aligned(share * tiles.NA * wide)
-    return need
 
 
 def build_gemm(chip: Chip, problem: Problem, tiles: Tiles) -> Schedule:

@@ -10,7 +10,7 @@ from math import ceil
 from ratrain.errors import UserError
 from ratrain.machine.mt3000.chip import ACCUMULATOR, DTYPE_BYTES, Chip
 from ratrain.machine.mt3000.cost import Cost, price
-from ratrain.machine.mt3000.gemm import Problem, Tiles, am_bytes, build_gemm, transposes_in_am
+from ratrain.machine.mt3000.gemm import Problem, Tiles, build_gemm, transposes_in_am
 from ratrain.machine.mt3000.kernels import gemm_cycles
 
 FINALISTS = 2
@@ -50,11 +50,11 @@ def best_gemm(
         key=lambda entry: entry[:2],
     )
     # The estimate is close to a lower bound. It ranks well among schedules of one kind, less well between kinds:
-    # price the best few of each, and none whose estimate is above the best price so far.
+    # price the best few of each, and none whose estimate leaves less than a fiftieth to gain.
     best: Cost | None = None
     priced: dict[tuple[int, bool, int], int] = {}
     for bound, _, tiles in ranked:
-        if best is not None and bound >= best.cycles:
+        if best is not None and bound * 1.02 >= best.cycles:
             break
         kind = (tiles.a_copies, tiles.c_resident, tiles.PK)
         if priced.get(kind, 0) < FINALISTS:
@@ -146,19 +146,22 @@ def _panels(
         for kg in sorted(depths):
             if c_resident and kg <= ka:
                 continue
+            # C is loaded only where sums are spilled; then a third tile lets load, compute and store overlap.
+            copies = 3 if k > (kg if c_resident else ka) else 2
+            rows = min(m, _rows_in_am(chip, problem, base, copies))
             for a_copies in (1, 2):
-                # C is loaded only where sums are spilled; then a third tile lets load, compute and store overlap.
-                copies = 3 if k > (kg if c_resident else ka) else 2
-                tiles = replace(base, KG=kg, a_copies=a_copies, c_copies=copies, c_resident=c_resident)
-                rows = min(m, _rows_in_am(chip, problem, tiles))
                 panel = chip.gsm_bytes // (kg * size * a_copies * base.PM)
                 if c_resident:
                     mg = ma = pinned.get("MA", pinned.get("MG", min(rows, panel)))
                 else:
                     ma = pinned.get("MA", min(rows, panel, pinned.get("MG", rows)))
                     mg = pinned.get("MG", m if m <= panel else panel // max(1, ma) * ma)
-                if min(ma, mg) >= 1:
-                    yield replace(tiles, MG=mg, MA=min(ma, mg), MS=min(base.MS, ma))
+                ma = min(ma, mg)
+                if ma >= 1:
+                    ms = min(base.MS, ma)
+                    yield Tiles(
+                        mg, kg, base.NA, ma, ka, ms, base.PM, base.PN, 1, a_copies, copies, c_resident
+                    )
 
 
 def _split_k_panels(
@@ -168,17 +171,21 @@ def _split_k_panels(
     for kg in sorted({pinned["KG"]} if "KG" in pinned else {min(k, base.KA * times) for times in (1, 4)}):
         tiles = replace(base, KG=kg, a_copies=2, c_copies=1, c_resident=True)
         shared = chip.gsm_bytes // (base.PK * (2 * kg * size + base.NA * wide))
-        rows = min(m, _rows_in_am(chip, problem, tiles), shared)
+        rows = min(m, _rows_in_am(chip, problem, base, 1), shared)
         rows = pinned.get("MA", pinned.get("MG", rows))
         if rows >= 1:
             yield replace(tiles, MG=rows, MA=rows, MS=min(base.MS, rows))
 
 
-def _rows_in_am(chip: Chip, problem: Problem, tiles: Tiles) -> int:
+def _rows_in_am(chip: Chip, problem: Problem, base: Tiles, c_copies: int) -> int:
     """The most rows of C, in whole micro-kernel blocks, that leave room for B."""
-    empty = am_bytes(chip, problem, replace(tiles, MA=0))
-    per_row = am_bytes(chip, problem, replace(tiles, MA=1200)) - empty
-    return (chip.am_bytes - empty) * 1200 // per_row // chip.rows * chip.rows
+    size, wide = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[ACCUMULATOR[problem.dtype]]
+    b_tiles = 3 if transposes_in_am(chip, problem) else 2
+    free = chip.am_bytes - b_tiles * chip.aligned(base.KA * base.NA * size)
+    per_row = c_copies * wide + (2 * size / base.PK if size != wide else 0)
+    if base.PK > 1:
+        per_row += wide + wide / base.PK
+    return int(free / (per_row * base.NA)) // chip.rows * chip.rows
 
 
 def estimate(chip: Chip, problem: Problem, tiles: Tiles) -> float:
