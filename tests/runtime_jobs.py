@@ -163,13 +163,17 @@ def serve(rank: int, size: int, port: int, connection: Connection) -> None:
             name, arguments = connection.recv()
         except EOFError:
             return
+        module, function = name.split(":")
         try:
-            module, function = name.split(":")
-            connection.send(("done", getattr(import_module(module), function)(arguments)))
+            answer = ("done", getattr(import_module(module), function)(arguments))
         except UserError as error:
-            connection.send(("refused", str(error)))
+            answer = ("refused", str(error))
         except Exception:
-            connection.send(("error", traceback.format_exc()))
+            answer = ("error", traceback.format_exc())
+        try:
+            connection.send(answer)
+        except BrokenPipeError:  # nobody waits for it any more
+            return
 
 
 def train(config: dict[str, Any], watcher: type[Watch] | None = None) -> dict[str, Any]:

@@ -116,6 +116,29 @@ def test_bc03_a_tied_matrix_counts_once_in_the_norm(zero: int) -> None:
     assert alone.norms == [pytest.approx(np.sqrt(800), rel=1e-6)]
 
 
+@pytest.mark.parametrize("layers", [(5,), (3, 2), (2, 3), (5, 0), (1, 3, 1)])
+def test_bc04_no_layer_vanishes(layers: tuple[int, ...]) -> None:
+    found = train(layers=layers, steps=1)
+    alone = train(layers=(5,), steps=1)
+    assert {name: w.size for name, w in found.weights.items()} == {
+        n: w.size for n, w in alone.weights.items()
+    }
+    assert sum(name.endswith("q_proj.weight") for name in found.weights) == 5
+    assert error(found.gradients, alone.gradients) < 1e-5  # every one of them learns
+
+
+def test_bc26_a_real_end_token_counts_though_padding_looks_alike() -> None:
+    document: dict[str, Any] = {
+        "tokens": [5, 6, 2],
+        "seq_len": 6,
+        "model": {"pad_token_id": 2, "eos_token_id": 2},
+    }
+    common = document | {"microbatches": 1, "micro_batch": 1, "steps": 2}
+    found = train(**common)
+    assert [m["target_tokens"] for m in found.metrics] == [2, 2]  # 6 and the real 2; three pads ignored
+    assert found.losses == pytest.approx(plain(**common)["losses"], rel=1e-6)
+
+
 @pytest.mark.parametrize("passes", [(), None])
 def test_bc07_every_micro_batch_meets_its_own_targets(passes: tuple[str, ...] | None) -> None:
     # Every window repeats one token, so that losses tell micro-batches apart.
