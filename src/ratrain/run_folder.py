@@ -52,11 +52,6 @@ def resolve_plan(config: Config, spec: ModelSpec, plan_file: Path | None, device
     budget."""
     from ratrain.plan.resolve import resolve
 
-    if spec.max_positions is not None and config.data.seq_len > spec.max_positions:
-        raise UserError(
-            f"data.seq_len {config.data.seq_len} is beyond the model's {spec.max_positions} positions; lower it, "
-            "or raise max_position_embeddings in the model's config.json"
-        )
     if plan_file is None:
         return resolve(config, spec, devices=devices)
     plan = load_plan(plan_file)

@@ -100,6 +100,11 @@ def read_request(config: Config, spec: ModelSpec, devices: int | None = None) ->
             f"parallel.pipeline {pipeline} x parallel.data {data} are {pipeline * data} processes, but there "
             f"are {asked}; set machine.devices or --nproc to {pipeline * data}, or leave one at auto"
         )
+    if spec.max_positions is not None and config.data.seq_len > spec.max_positions:
+        raise UserError(
+            f"data.seq_len {config.data.seq_len} is beyond the model's {spec.max_positions} positions; lower it, "
+            "or raise max_position_embeddings in the model's config.json"
+        )
     check_layers(spec, layers, pipeline)
     check_batches(train.global_batch, data, _number(train.micro_batch))
     return Request(
