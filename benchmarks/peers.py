@@ -18,6 +18,8 @@ from pathlib import Path
 
 from race.arena import race
 from race.overhead import MOST, overheads
+from race.profiles import with_profile
+from race.ratrain_plan import settled
 from race.results import Result, load, machine
 from race.rows import RATRAIN, Row, load_rows
 from race.tables import markdown
@@ -25,6 +27,7 @@ from ratrain.program.timeline import Timeline
 from ratrain.report.places import Place
 
 RUNS = Path("runs/race")
+_BEGIN, _END = "<!-- race:begin -->", "<!-- race:end -->"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="run again what has been run")
     parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--trace", metavar="ROW", choices=[row.name for row in rows])
+    parser.add_argument("--docs", type=Path, help="put the tables between the race's marks in this page")
     parser.add_argument("--out", type=Path, default=RUNS)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -53,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed = False
     sections = []
     for row in wanted:
-        if args.steps:
-            row = dataclasses.replace(row, steps=args.steps)
+        row = _settled(dataclasses.replace(row, steps=args.steps or row.steps), args.out)
         result = None if args.fresh else load(args.out, row)
         if not args.table and (result is None or result.repeat < args.repeat):
             result = _run(row, args.repeat, args.out)
@@ -63,8 +66,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             missed = missed or "MISSED" in sections[-1]
             print(sections[-1], flush=True)
     (args.out / "race.md").write_text("\n".join(sections))
+    if args.docs:
+        _publish(sections, args.docs)
     print(f"tables in {args.out / 'race.md'}")
     return int(missed)
+
+
+def _publish(sections: Sequence[str], page: Path) -> None:
+    """Replaces what stands between the marks in `page`."""
+    before, _, rest = page.read_text().partition(_BEGIN)
+    after = rest.partition(_END)[2]
+    told = ", ".join(f"{key} {value}" for key, value in machine().items())
+    page.write_text(
+        "\n".join([f"{before}{_BEGIN}", f"Measured on: {told}.", "", *sections, f"{_END}{after}"])
+    )
+
+
+def _settled(row: Row, out: Path) -> Row:
+    """The row with the planner's layouts in place of those that are left to it."""
+    cases = tuple(settled(with_profile(row, case, out)) for case in row.cases)
+    return dataclasses.replace(row, cases=cases)
 
 
 def _run(row: Row, repeat: int, out: Path) -> Result:
@@ -92,7 +113,7 @@ def _trace(row: Row, out: Path) -> None:
     from ratrain.report.html import write_simulation
     from ratrain.report.trace import write_trace
 
-    case = next(case for case in row.cases if case.tool == RATRAIN)
+    case = next(case for case in _settled(row, out).cases if case.tool == RATRAIN)
     record = race(dataclasses.replace(row, cases=(case,), bars=()), 1, out, print)[case.name]
     if record.error:
         sys.exit(record.error)

@@ -61,7 +61,7 @@ def race(row: Row, repeat: int, scratch: Path, tell: Callable[[str], None]) -> d
     """Runs `repeat` windows of every contender of `row`, in turns, after a short one to warm up."""
     records = {case.name: Record() for case in row.cases}
     with ExitStack() as stack:
-        start = _starter(row, stack)
+        start = starter(row, stack)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         teams: dict[str, _Team] = {}
         for number, case in enumerate(row.cases):
@@ -99,7 +99,7 @@ def _attempt(record: Record, team: _Team, action: Callable[[], None]) -> None:
         team.close()
 
 
-def _starter(row: Row, stack: ExitStack) -> Start:
+def starter(row: Row, stack: ExitStack) -> Start:
     """How to start a rank: here, or each on a host of its own behind a link of the row's rate."""
     if row.link == LOOPBACK:
         return _start_here
@@ -143,7 +143,7 @@ class _Team:
             arguments = [str(folder / "socket"), str(folder / "case.json"), str(store)]
             core = str(cores[case.core(rank) % len(cores)])
             command = ["taskset", "-c", core, sys.executable, "-m", "race.worker", *arguments]
-            self._processes.append(start(rank, command, _environment(rank, case.ranks, port), log))
+            self._processes.append(start(rank, command, environment(rank, case.ranks, port), log))
 
     def await_ready(self) -> None:
         """Returns when every rank has built its part."""
@@ -211,7 +211,7 @@ class _Team:
         return [replies[i] for i in range(len(self._ranks))]
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """As torchrun on one host, or with one rank per host."""
     return {
         "RANK": str(rank),

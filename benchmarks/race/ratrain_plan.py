@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from race.rows import Case
-from ratrain.config import parse_config
+from ratrain.config import AUTO, Config, ParallelConfig, RecoveryConfig, parse_config
 from ratrain.model.spec import ModelSpec
 from ratrain.plan.plan import Plan
 from ratrain.plan.resolve import resolve
@@ -13,6 +14,37 @@ from ratrain.plan.resolve import resolve
 
 def plan_of(case: Case) -> Plan:
     """The plan that a user with this configuration would get."""
+    if "plan" in case.options:
+        return Plan.from_json(case.options["plan"], case.name)
+    return resolve(_config(case), case.model.spec(), devices=case.ranks)
+
+
+def settled(case: Case) -> Case:
+    """The case with the planner's own layout, if it leaves that to the planner (`options.planned`).
+
+    Raises UserError if nothing fits.
+    """
+    if not case.options.get("planned"):
+        return case
+    config = _config(case)
+    config = replace(config, parallel=ParallelConfig(), recovery=RecoveryConfig())
+    config = replace(config, train=replace(config.train, micro_batch=AUTO))
+    plan = resolve(config, case.model.spec(), devices=case.ranks)
+    rungs = {rung for blocks in plan.rungs for rung in blocks} - {"keep"}
+    return replace(
+        case,
+        pipeline=plan.pipeline,
+        data=plan.data,
+        layers=plan.layers,
+        zero=plan.zero,
+        micro_batch=plan.micro_batch,
+        micro_batches=plan.micro_batches,
+        recover="/".join(sorted(rungs)) or "keep",
+        options={**case.options, "plan": plan.to_json()},
+    )
+
+
+def _config(case: Case) -> Config:
     table: dict[str, Any] = {
         "model": {"config": "race"},
         "data": {"corpus": "race", "seq_len": case.model.seq_len},
@@ -24,10 +56,14 @@ def plan_of(case: Case) -> Plan:
             "layers": list(case.layers),
         },
         "recovery": {"policy": case.recover, **case.options.get("recovery", {})},
-        "machine": {"devices": case.ranks, "memory": case.memory or "1 TB"},
+        "machine": {
+            "devices": case.ranks,
+            "memory": case.memory or "1 TB",
+            "platform": case.options.get("platform", "local"),
+        },
         "run": {"passes": case.options.get("passes", "all")},
     }
-    return resolve(parse_config(table, case.name), case.model.spec(), devices=case.ranks)
+    return parse_config(table, case.name)
 
 
 def recovery_working_set(plan: Plan, spec: ModelSpec) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,12 @@ def make(case: Case, rank: int, store: Path) -> RATrain:
 
 
 def _leave_backward_to_autograd() -> None:
-    """As if run.in_place_grads were off: weight gradients through temporaries, logits kept by autograd."""
-    import functools
-
-    from ratrain.model import blocks
+    """Weight gradients through temporaries, as autograd makes them, and the head's logits kept by autograd."""
+    from ratrain.model import blocks, linear, main_grad
     from ratrain.runtime import build
 
-    build.build_block = functools.partial(blocks.build_block, own_head=False)  # type: ignore[assignment]
-    blocks._own_linears = lambda module: None  # type: ignore[assignment]
+    def through_a_temporary(parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        main_grad.accumulate(parameter, left @ right)
+
+    linear.accumulate_product = through_a_temporary
+    build.build_block = partial(blocks.build_block, own_head=False)  # type: ignore[assignment]

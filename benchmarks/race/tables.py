@@ -45,7 +45,7 @@ def _sentence(row: Row) -> str:
 
 
 def _contender(row: Row, result: Result, case: Case) -> list[str]:
-    record, reference = result.records[case.name], result.records[reference_name(row)]
+    record, reference = result.records[case.name], result.records[reference_name(row, result)]
     name = f"**{case.name}**" if case.tool == RATRAIN else case.name
     if record.error or not record.windows:
         return [name, layout(case), f"cannot run: {record.error}".replace("|", "/"), *[""] * 5]

@@ -67,7 +67,8 @@ class Pipeline:
         ends: dict[str, Any] = (
             {"target": torch.from_numpy(data.targets), "losses": losses} if self.last else {}
         )
-        self.schedule.step(*arguments, **ends)
+        # Nobody reads the logits of the whole batch, which would be kept otherwise.
+        self.schedule.step(*arguments, **ends, return_outputs=False)
         if case.clip:
             self._clip(case.clip)
         self.optimizer.step()

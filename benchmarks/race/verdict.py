@@ -35,7 +35,7 @@ def loss_difference(record: Record, other: Record, steps: int) -> float:
 
 def valid(row: Row, result: Result, case: Case) -> bool:
     """Whether the contender ran, and trained what RATrain trained."""
-    record, reference = result.records[case.name], result.records[reference_name(row)]
+    record, reference = result.records[case.name], result.records[reference_name(row, result)]
     if record.error or not record.windows:
         return False
     return loss_difference(record, reference, WARM_STEPS + row.steps) <= LOSS_TOLERANCE
@@ -46,9 +46,10 @@ def fits(case: Case, record: Record) -> bool:
     return not case.memory or max(record.peak) <= parse_bytes(case.memory, case.name)
 
 
-def reference_name(row: Row) -> str:
-    """The contender that losses are compared with: the first RATrain."""
-    return next(case.name for case in row.cases if case.tool == RATRAIN)
+def reference_name(row: Row, result: Result) -> str:
+    """The contender that the others are compared with: the first RATrain that ran, else the first that did."""
+    ran = [case for case in row.cases if result.records[case.name].windows]
+    return next((case.name for case in ran if case.tool == RATRAIN), (ran or row.cases)[0].name)
 
 
 def ratio(record: Record, other: Record) -> tuple[float, float, float]:

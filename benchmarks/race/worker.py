@@ -29,7 +29,8 @@ def main(socket: str, case_file: str, store: str) -> None:
         pass
     except Exception as error:
         traceback.print_exc()
-        arena.send({"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"})
+        told = str(error).strip().partition("\n")[0]
+        arena.send({"error": f"{type(error).__name__}: {told[:300]}"})
     # Destroying process groups may wait for peers; nothing is left to save.
     sys.stdout.flush()
     sys.stderr.flush()

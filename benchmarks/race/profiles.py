@@ -1,0 +1,49 @@
+"""A profile of this machine behind a row's links, so that RATrain's planner knows what it plans for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from race.arena import Failed, environment, starter
+from race.rows import Case, Row
+
+_PORT = 29590
+_MICRO_BATCHES = (1, 2, 4)
+
+
+def with_profile(row: Row, case: Case, folder: Path) -> Case:
+    """The case with `options.platform` set to a profile, measured once per model and link, if its layout is left
+    to the planner.
+
+    Raises Failed if `ratrain profile` fails.
+    """
+    if not case.options.get("planned"):
+        return case
+    model = case.model
+    path = folder / f"profile-{row.link}-{model.vocab}x{model.seq_len}.json"
+    if not path.exists():
+        _measure(row, case, path)
+    return replace(case, options={**case.options, "platform": str(path)})
+
+
+def _measure(row: Row, case: Case, path: Path) -> None:
+    config = path.with_suffix(".model.json")
+    config.write_text(json.dumps(case.model.config()))
+    command = [sys.executable, "-m", "ratrain", "profile", "--model", str(config.resolve())]
+    command += ["--seq-len", str(case.model.seq_len), "--out", str(path.resolve())]
+    command += [f"--micro-batch={size}" for size in _MICRO_BATCHES]
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        start = starter(row, stack)
+        log = stack.enter_context(path.with_suffix(".log").open("w"))
+        ranks = []
+        for rank in range(case.ranks):
+            pinned = ["taskset", "-c", str(cores[case.core(rank) % len(cores)]), *command]
+            ranks.append(start(rank, pinned, environment(rank, case.ranks, _PORT), log))
+        if any([rank.wait() for rank in ranks]):
+            raise Failed(f"ratrain profile failed; see {path.with_suffix('.log')}")
