@@ -85,7 +85,7 @@ def test_lower_bound_is_below_estimate_and_simulation(p: int, data: int, zero: i
     assert found.time.step == pytest.approx(plan.forecast.step, rel=0.1 if zero == 1 else 0.25)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(2, 4), st.integers(5, 9), st.floats(1.0, 1.6))
 def test_no_placement_has_a_faster_slowest_stage(pipeline: int, layers: int, room: float) -> None:
     """Against all placements, in budgets from barely enough to plenty."""

@@ -11,6 +11,7 @@ from ratrain.plan.memory import footprints
 from ratrain.plan.plan import Plan
 from ratrain.plan.request import read_request
 from ratrain.plan.resolve import compute_of
+from ratrain.program.action import Action, Kind
 from ratrain.simulate.bound import lower_bound
 from ratrain.simulate.simulator import Simulation, simulate
 
@@ -25,6 +26,21 @@ class StepForecast:
     simulation: Simulation
     bound: float
     basis: str
+
+
+def action_seconds(plan: Plan, spec: ModelSpec, config: Config) -> dict[str, float]:
+    """Seconds of every computing action by "KIND unit", as an emulated device waits for them."""
+    costs = Costs(spec, plan, compute_of(read_request(config, spec, plan.devices)))
+    layout = plan.layout()
+    table = {}
+    for stage, blocks in enumerate(layout.stages):
+        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.RECOVER):
+            for block in blocks:
+                table[f"{kind.value} {block}"] = costs(Action(kind, stage, block, 0)).seconds
+        for unit in layout.units[stage]:
+            update = Action(Kind.UPDATE_SHARD, stage, unit.name)
+            table[f"{Kind.UPDATE_SHARD.value} {unit.name}"] = costs(update).seconds
+    return table
 
 
 def forecast_step(plan: Plan, spec: ModelSpec, config: Config) -> StepForecast:

@@ -22,16 +22,17 @@ _GUESSED = Link(latency=1e-4, bandwidth=1e9)
 @dataclass(frozen=True)
 class Flow:
     """A transfer as one rank sees it: latency, and the seconds for which it would fill its own link and its
-    share of the node's uplink, each way."""
+    share of the node's uplink, each way; `turns` is 2 where both ways take turns."""
 
     latency: float = 0.0
     within: float = 0.0
     between: float = 0.0
+    turns: int = 1
 
     @property
     def seconds(self) -> float:
         """Duration if nothing else uses the links."""
-        return self.latency + max(self.within, self.between)
+        return self.latency + self.turns * max(self.within, self.between)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ class Network:
         per_node, within = self.source.devices_per_node, self.source.within_node
         if span <= per_node and within is not None:
             cost = collective(kind, "ring", members, size, within)
-            return Flow(cost.alpha_s, cost.bytes_per_member / within.total_bandwidth)
+            return Flow(
+                cost.alpha_s, cost.bytes_per_member / within.total_bandwidth, 0.0, _turns(kind, within)
+            )
         between = self.source.between_nodes
         cost = collective(kind, "ring", members, size, between)
         sent = cost.bytes_per_member
@@ -90,7 +93,7 @@ class Network:
         in_node = 1 if kind == "p2p" else max(1, min(members, per_node // stride))
         share = between.total_bandwidth / per_node
         inside = 0.0 if within is None or in_node == 1 else sent / within.total_bandwidth
-        return Flow(cost.alpha_s, inside, sent / in_node / share)
+        return Flow(cost.alpha_s, inside, sent / in_node / share, _turns(kind, between))
 
     def _measured(self, profile: Profile, kind: Kind, members: int, size: int) -> Flow:
         """From the measured group of nearest size; a ring's latency grows with its members."""
@@ -102,3 +105,8 @@ class Network:
         alpha = measured.alpha * (members - 1) / (nearest - 1)
         sent = collective(kind, "ring", members, size, _GUESSED).bytes_per_member
         return Flow(alpha, sent / measured.bandwidth)
+
+
+def _turns(kind: Kind, link: Link) -> int:
+    """Members of a collective send and receive at once."""
+    return 2 if link.duplex == "half" and kind != "p2p" else 1

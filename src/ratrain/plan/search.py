@@ -30,7 +30,7 @@ enough others fit, the narrower, which covers what the estimate may be off, afte
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """A shape with its placement; `time` is None if it does not fit, and then `stages` is the nearest miss."""
 
@@ -101,24 +101,20 @@ def search(
                which can be planned but does not run yet
     simulated  how many candidates are simulated
     """
-    placed, bounded = _place_all(request, compute, to_run)
-    fitting = [c for c in placed if c.time is not None]
-    misfits = [c for c in placed if c.time is None]
-    fitting.sort(key=lambda c: (c.time.step, c.key))  # type: ignore[union-attr]
-    misfits.sort(key=lambda c: (c.peak, c.key))
-    plans: list[Plan] = []
-    seen: set[tuple[int, ...]] = set()
-    for candidate in fitting:
-        if len(plans) == simulated:
-            break
-        if candidate.key in seen:
-            continue
-        plan = candidate.plan()
-        if fits(plan):  # block by block now; the shapes took all layers as equal
-            seen.add(candidate.key)
-            plans.append(with_time(plan, request.spec, compute))
-    plans.sort(key=lambda p: p.forecast.step)  # type: ignore[union-attr, arg-type, return-value]
-    return Result(tuple(plans), tuple(fitting + misfits), tuple(bounded))
+    bounds = [(lower_bound(shape), i, shape) for i, shape in enumerate(shapes(request, compute, to_run))]
+    bounds.sort(key=lambda entry: entry[:2])
+    placed, bounded = _place(bounds)
+    timed: dict[Candidate, Plan | None] = {}
+    _simulate(placed, timed, simulated, compute)
+    best = min((_step(plan) for plan in timed.values() if plan), default=0.0)
+    if bounded and bounded[0][1] < best:  # the estimate promised more than simulation keeps
+        nearer = [(bound, i, shape) for i, (shape, bound) in enumerate(bounded) if bound < best]
+        bounded = bounded[len(nearer) :]
+        placed += [_variants(shape) for _, _, shape in nearer]
+        _simulate(placed, timed, simulated, compute)
+    plans = sorted((plan for plan in timed.values() if plan), key=_step)
+    placed.sort(key=_rank)
+    return Result(tuple(plans[:simulated]), tuple(placed), tuple(bounded))
 
 
 def candidate(shape: Shape) -> Candidate:
@@ -178,11 +174,10 @@ def _grid(request: Request, tensor: bool) -> Iterator[tuple[int, int, int]]:
                 yield pipeline, degree, micro_batch
 
 
-def _place_all(
-    request: Request, compute: Compute, to_run: bool
+def _place(
+    bounds: list[tuple[float, int, Shape]],
 ) -> tuple[list[Candidate], list[tuple[Shape, float]]]:
-    bounds = [(lower_bound(shape), i, shape) for i, shape in enumerate(shapes(request, compute, to_run))]
-    bounds.sort(key=lambda entry: entry[:2])
+    """Places shapes in the order of their lower bounds; those that are not worth it, with their bound."""
     placed: list[Candidate] = []
     bounded = []
     best, fit = float("inf"), 0
@@ -195,6 +190,34 @@ def _place_all(
         if found.time is not None:
             best, fit = min(best, found.time.step), fit + 1
     return placed, bounded
+
+
+def _simulate(
+    placed: list[Candidate], timed: dict[Candidate, Plan | None], count: int, compute: Compute
+) -> None:
+    """Adds to `timed` the plans of the `count` candidates estimated best (None if one does not fit after all),
+    and of further ones that by their estimate could still beat the best of these, up to as many again."""
+    best, done = float("inf"), 0
+    for each in sorted((c for c in placed if c.time is not None), key=_rank):
+        assert each.time is not None
+        if done >= count and (each.time.step > best or done >= 2 * count):
+            break
+        if each not in timed:
+            plan = each.plan()  # block by block now; the shapes took all layers as equal
+            timed[each] = with_time(plan, each.shape.request.spec, compute) if fits(plan) else None
+        plan_or_none = timed[each]
+        if plan_or_none is not None:
+            best, done = min(best, _step(plan_or_none)), done + 1
+
+
+def _rank(c: Candidate) -> tuple[bool, float, tuple[int, ...]]:
+    """Fitting candidates by their estimate, then the others by what they need."""
+    return (c.time is None, c.peak if c.time is None else c.time.step, c.key)
+
+
+def _step(plan: Plan) -> float:
+    assert plan.forecast is not None and plan.forecast.step is not None
+    return plan.forecast.step
 
 
 def _variants(shape: Shape) -> Candidate:
