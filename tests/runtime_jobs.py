@@ -141,7 +141,7 @@ def schedule_of(config: dict[str, Any]) -> Any:
 
 def adamw_of(config: dict[str, Any]) -> Any:
     """Optimizer settings."""
-    from ratrain.runtime.units import AdamW
+    from ratrain.runtime.shard_optimizer import AdamW
 
     return AdamW(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
 
@@ -340,7 +340,7 @@ class Watch:
         """Everything in plain values and numpy arrays."""
         stage = trainer.stage
         weights = {name: unit.master for name, unit in stage.units.items()}
-        moments = {name: unit.moments() for name, unit in stage.units.items()}
+        moments = {name: (unit.optimizer.first, unit.optimizer.second) for name, unit in stage.units.items()}
         kinds = {
             "weight": weights,
             "m": {name: pair[0] for name, pair in moments.items()},

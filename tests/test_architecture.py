@@ -24,7 +24,7 @@ MAY_IMPORT = {
         "machine",
         "config",
     },
-    "runtime": {"program", "model", "data", "config"},
+    "runtime": {"program", "model", "data", "machine.mt3000", "config"},
     "report": {"program", "plan", "config"},
     "commands": {"program", "model", "data", "machine", "simulate", "plan", "runtime", "report"}
     | {"config", "run_folder"},

@@ -34,6 +34,8 @@ class Run:
     train, validation  token stores; validation None: no evaluation
     resume             checkpoint to start from, None: fresh
     statistics         what is known of the data, for people
+    identity           settings that a checkpoint must share to be gone on with
+    durations          seconds of actions on an emulated device; empty for other backends
     """
 
     folder: Path
@@ -45,6 +47,7 @@ class Run:
     resume: Path | None
     statistics: dict[str, Any]
     identity: dict[str, Any]
+    durations: dict[str, float]
 
 
 def resolve_plan(config: Config, spec: ModelSpec, plan_file: Path | None, devices: int | None) -> Plan:
@@ -148,6 +151,7 @@ def prepare_run(
         chosen,
         dataclasses.asdict(prepared.statistics),
         identity,
+        _durations(config, plan, spec),
     )
     _write(run, prepared.tokenizer)
     return run
@@ -185,6 +189,7 @@ def read_run(folder: Path) -> Run:
         Path(setup["resume"]) if setup["resume"] else None,
         setup["statistics"],
         setup["identity"],
+        setup["durations"],
     )
 
 
@@ -199,11 +204,21 @@ def model_folder(config: Config) -> Path | None:
     return folder if has_weights(folder) else None
 
 
+def _durations(config: Config, plan: Plan, spec: ModelSpec) -> dict[str, float]:
+    if config.run.backend != "emulated":
+        return {}
+    from ratrain.plan.forecasting import action_seconds
+
+    return action_seconds(plan, spec, config)
+
+
 def _check_machine(config: Config) -> None:
     """UserError if this machine, or this version, cannot execute a run as it is asked for."""
-    if config.run.backend != "torch":
+    if config.run.backend != "torch" and config.run.device != "cpu":
+        raise UserError(f"run.backend = {config.run.backend} runs on run.device = cpu only")
+    if config.run.backend == "mt3000" and config.precision.view != "fp16":
         raise UserError(
-            f"run.backend = {config.run.backend}: only torch trains so far; set run.backend to torch"
+            f"run.backend = mt3000 computes in FP16, but precision.view = {config.precision.view}; set it to fp16"
         )
     if config.run.device == "cuda":
         import torch
@@ -229,6 +244,7 @@ def _write(run: Run, tokenizer: Path | None) -> None:
         "resume": str(run.resume) if run.resume else None,
         "statistics": run.statistics,
         "identity": run.identity,
+        "durations": run.durations,
     }
     new = not folder.exists()
     try:

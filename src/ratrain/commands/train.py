@@ -154,6 +154,7 @@ def _meet(args: argparse.Namespace, rendezvous: Rendezvous) -> Run:
             "resume": str(prepared.resume or ""),
             "statistics": prepared.statistics,
             "identity": prepared.identity,
+            "durations": prepared.durations,
         }
         rendezvous.store.set("run", json.dumps(told))
         return prepared
@@ -183,6 +184,7 @@ def _meet(args: argparse.Namespace, rendezvous: Rendezvous) -> Run:
         paths["resume"],
         told["statistics"],
         told["identity"],
+        told["durations"],
     )
 
 
@@ -205,6 +207,7 @@ def _train(assigned: Run, rendezvous: Rendezvous) -> int:
         folder=assigned.folder,
         checkpoints=assigned.folder / CHECKPOINTS,
         identity=assigned.identity,
+        durations=assigned.durations,
     )
     holder: list[Any] = []
 

@@ -35,6 +35,7 @@ class Block(nn.Module):
         super().__init__()
         self.spec = spec
         self.name = name
+        self.is_rebuilding = False
 
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
         """Where each parameter sits: Hugging Face name to (module, attribute)."""
@@ -43,7 +44,11 @@ class Block(nn.Module):
     @contextmanager
     def rebuilding(self) -> Iterator[None]:
         """While active, a forward is run for its saved activations only; its output may be garbage."""
-        yield
+        self.is_rebuilding = True
+        try:
+            yield
+        finally:
+            self.is_rebuilding = False
 
 
 class EmbedBlock(Block):
@@ -89,7 +94,8 @@ class LayerBlock(Block):
     def rebuilding(self) -> Iterator[None]:
         self.last.value_needed = False
         try:
-            yield
+            with super().rebuilding():
+                yield
         finally:
             self.last.value_needed = True
 

@@ -12,12 +12,14 @@ from ratrain.model.blocks import bind, build_block, build_positions, initial_val
 from ratrain.model.spec import ModelSpec, ParameterShape
 from ratrain.program.layout import HEAD, TIED, Layout
 from ratrain.program.schedule import keeps_view
+from ratrain.runtime.backends import TorchBackend
 from ratrain.runtime.collectives import RankOrderReducer
 from ratrain.runtime.device import HostStreams
 from ratrain.runtime.mesh import Mesh
 from ratrain.runtime.optimizer import StepRule
+from ratrain.runtime.shard_optimizer import AdamW
 from ratrain.runtime.stage import Stage
-from ratrain.runtime.units import AdamW, StateUnit, UnitFormat
+from ratrain.runtime.units import StateUnit, UnitFormat
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Names of number formats in configuration and plan."""
@@ -52,12 +54,15 @@ def build_stage(
     device: torch.device,
     value: Callable[[ParameterShape], Tensor] | None = None,
     streams: HostStreams | None = None,
+    backend: TorchBackend | None = None,
 ) -> Stage:
     """The stage of this rank with its parameters in place.
 
     value    gives a parameter's initial value (any float dtype); None: fresh ones from the seed
     streams  of the device; None: host threads
+    backend  who computes; None: torch
     """
+    backend = backend or TorchBackend()
     read = value or (lambda p: initial_value(spec, p.name, p.shape, settings.seed))
     view_reducer = RankOrderReducer(mesh.prefetch)
     grad_reducer = RankOrderReducer(
@@ -91,8 +96,19 @@ def build_stage(
             if unit.name in layout.reads(name):
                 mine = {p.name: bound[p.name] for p in units[unit.name].parameters}
                 units[unit.name].attach(mine, first_reader=unit.readers[-1] == name)
+        backend.adopt(block)
         blocks[name] = block
     draws = spec.dropout > 0
     return Stage(
-        mesh, layout, blocks, units, settings.micro_batch, settings.seed, rule, draws, device, streams
+        mesh,
+        layout,
+        blocks,
+        units,
+        settings.micro_batch,
+        settings.seed,
+        rule,
+        draws,
+        device,
+        backend,
+        streams,
     )

@@ -123,7 +123,7 @@ def load(folder: Path, manifest: Manifest, units: Iterable[StateUnit], mesh: Mes
             "remove it or name another with --resume"
         ) from None
     for unit in units:
-        unit.set_updates(manifest.applied)
+        unit.optimizer.set_updates(manifest.applied)
         unit.publish()
         if unit.keeps_view:
             unit.gather_view()
@@ -157,7 +157,7 @@ def _state(units: Iterable[StateUnit]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for unit in units:
         sizes = {p.name: p.size for p in unit.parameters}
-        kinds = zip(("weight", "m", "v"), (unit.master, *unit.moments()))
+        kinds = zip(("weight", "m", "v"), (unit.master, unit.optimizer.first, unit.optimizer.second))
         for kind, tensor in kinds:
             for piece in unit.pieces():
                 stretch = tensor[piece.start : piece.start + piece.length]

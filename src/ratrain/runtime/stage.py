@@ -19,6 +19,7 @@ from ratrain.program.action import Action, Kind
 from ratrain.program.layout import EMBED, HEAD, TIED, Layout
 from ratrain.program.program import Program
 from ratrain.program.schedule import keeps_view
+from ratrain.runtime.backends import TorchBackend
 from ratrain.runtime.collectives import RankOrderReducer, gather_vectors
 from ratrain.runtime.device import HostStreams
 from ratrain.runtime.executor import Handler, Step
@@ -91,6 +92,7 @@ class Stage:
         rule: StepRule,
         seeds_random: bool,
         device: torch.device,
+        backend: TorchBackend,
         streams: HostStreams | None = None,
     ) -> None:
         """
@@ -98,10 +100,11 @@ class Stage:
         micro_batch   sequences per micro-batch
         rule          learning rate, clipping and loss scale
         seeds_random  whether the model draws random numbers (dropout)
+        backend       who computes
         """
         self.mesh, self.layout, self.blocks, self.units = mesh, layout, dict(blocks), dict(units)
         self.micro_batch, self.seed, self.rule, self.device = micro_batch, seed, rule, device
-        self.seeds_random = seeds_random
+        self.seeds_random, self.backend = seeds_random, backend
         self.streams = streams or HostStreams()
         self.names = layout.stages[mesh.stage]
         self.first, self.final = self.names[0], self.names[-1]
@@ -264,11 +267,11 @@ class Stage:
         meant = step.of(action)
         assert isinstance(meant, StageStep)
         if not self.rule.gated:
-            self._unit(action).update(self.rule.schedule(meant.position), 1.0)
+            self.backend.update(self._unit(action), self.rule.schedule(meant.position), 1.0)
             return
         assert meant.report is not None
         if not meant.report.skipped:
-            self._unit(action).update(meant.report.lr, meant.report.scale)
+            self.backend.update(self._unit(action), meant.report.lr, meant.report.scale)
 
     def prefetch_view(self, action: Action, step: StageStep) -> None:
         self._unit(action).gather_view()

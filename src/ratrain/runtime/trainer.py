@@ -28,6 +28,7 @@ from ratrain.program.program import Program
 from ratrain.program.timeline import Row, Timeline
 from ratrain.runtime import checkpoint
 from ratrain.runtime.account import Ledger, summarise
+from ratrain.runtime.backends import TorchBackend
 from ratrain.runtime.build import StageSettings, build_stage
 from ratrain.runtime.clock import offsets
 from ratrain.runtime.collectives import gather_vectors
@@ -97,6 +98,7 @@ class Trainer:
     sampler: Sampler
     validation: EvaluationSampler | None
     recorder: Recorder | None = None
+    backend: TorchBackend = field(default_factory=TorchBackend)
     step: int = 0
     _stop: bool = False
     _last: StageStep | None = None  # its deferred work may be open
@@ -110,7 +112,7 @@ class Trainer:
         job, mesh = self.job, self.mesh
         streams = streams_of(self.device)
         self.stage = build_stage(
-            job.spec, job.layout, mesh, job.settings, self.rule, self.device, job.value, streams
+            job.spec, job.layout, mesh, job.settings, self.rule, self.device, job.value, streams, self.backend
         )
         self.executor = Executor(
             mesh.rank, self.stage.handlers, self.stage.posts, streams, job.delay, job.settings.seed
@@ -311,6 +313,7 @@ class Trainer:
             "tokens_per_s": tokens / measured["step_time_s"] if measured["step_time_s"] else 0.0,
             **measured,
             "skipped": report.skipped,
+            **self.backend.account(),
         }
 
     def _log_samples(self, step: StageStep) -> None:

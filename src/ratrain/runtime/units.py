@@ -19,16 +19,7 @@ from torch import Tensor, nn
 from ratrain.model.main_grad import attach_main_grad, expect_main_grad
 from ratrain.model.spec import ParameterShape
 from ratrain.runtime.collectives import RankOrderReducer
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """Optimizer settings that do not change during a run."""
-
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
+from ratrain.runtime.shard_optimizer import AdamW, ShardOptimizer
 
 
 @dataclass(frozen=True)
@@ -121,8 +112,8 @@ class StateUnit:
             self.shard_grad = torch.zeros(share, dtype=formats.grad, device=device)
         else:
             self.grad = torch.zeros(self.padded, dtype=formats.grad, device=device)
-        self._pieces = self._decay_pieces()
-        self.optimizer = self._make_optimizer(adamw)
+        decayed = min(max(self.decayed - self.low, 0), share)
+        self.optimizer = ShardOptimizer(self.master, decayed, adamw)
 
     @property
     def partial(self) -> bool:
@@ -199,18 +190,7 @@ class StateUnit:
 
         Where the view is not the master itself, the own slice of the view is refreshed.
         """
-        gradient = self.shard_gradient()
-        if scale != 1.0:
-            gradient *= scale
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            for parameter in group["params"]:
-                low, high = parameter.ratrain_span
-                parameter.grad = gradient[low:high].to(self.master.dtype)
-        self.optimizer.step()
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        self.optimizer.step(self.shard_gradient(), lr, scale)
         self.publish()
 
     def publish(self) -> None:
@@ -275,16 +255,6 @@ class StateUnit:
                 found.append(Piece(p.name, low - begin, low - self.low, high - low))
         return found
 
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """First and second AdamW moments, 1-D [shard] each, as buffers that the optimizer updates."""
-        return self._exp_avg, self._exp_avg_sq
-
-    def set_updates(self, count: int) -> None:
-        """Sets AdamW's step count (bias correction) after a checkpoint was read."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                self.optimizer.state[parameter]["step"].fill_(count)
-
     def load_parameters(self, value: Callable[[ParameterShape], Tensor]) -> None:
         """Sets master (and view) from whole parameter values, one at a time."""
         if not self.keeps_view:
@@ -309,36 +279,6 @@ class StateUnit:
     def _freshen(self) -> None:
         for parameter, first in zip(self._bound, self._first_reader):
             parameter.main_grad_fresh = first  # type: ignore[attr-defined]
-
-    def _decay_pieces(self) -> list[tuple[int, int, bool]]:
-        """(start, stop, decayed) stretches of the shard; padding counts as undecayed."""
-        cut = min(max(self.decayed - self.low, 0), self.high - self.low)
-        stretches = [(0, cut, True), (cut, self.high - self.low, False)]
-        return [s for s in stretches if s[0] < s[1]]
-
-    def _make_optimizer(self, adamw: AdamW) -> torch.optim.AdamW:
-        self._exp_avg = torch.zeros_like(self.master)
-        self._exp_avg_sq = torch.zeros_like(self.master)
-        groups = []
-        for start, stop, decayed in self._pieces:
-            parameter = nn.Parameter(self.master[start:stop])
-            parameter.ratrain_span = (start, stop)  # type: ignore[attr-defined]
-            groups.append({"params": [parameter], "weight_decay": adamw.weight_decay if decayed else 0.0})
-        optimizer = torch.optim.AdamW(
-            groups or [{"params": [nn.Parameter(self.master)]}],
-            lr=0.0,
-            betas=(adamw.beta1, adamw.beta2),
-            eps=adamw.eps,
-            fused=True,
-        )
-        for group, (start, stop, _) in zip(optimizer.param_groups, self._pieces):
-            # Made here and not by the first step, so that peak memory is known from the start.
-            optimizer.state[group["params"][0]] = {
-                "step": torch.zeros((), dtype=torch.float32, device=self.device),
-                "exp_avg": self._exp_avg[start:stop],
-                "exp_avg_sq": self._exp_avg_sq[start:stop],
-            }
-        return optimizer
 
 
 _ROW = 4096  # elements summed in the gradient's precision before fp64 takes over

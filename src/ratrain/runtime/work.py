@@ -18,12 +18,14 @@ from ratrain.data.store import open_store
 from ratrain.errors import UserError
 from ratrain.model.spec import ModelSpec, ParameterShape
 from ratrain.program.layout import Layout
+from ratrain.runtime.backends import Durations, make_backend
 from ratrain.runtime.build import DTYPES, StageSettings
 from ratrain.runtime.mesh import Mesh, build_mesh
 from ratrain.runtime.optimizer import Schedule, StepRule
 from ratrain.runtime.rendezvous import Rendezvous
+from ratrain.runtime.shard_optimizer import AdamW
 from ratrain.runtime.trainer import Job, Recorder, Trainer
-from ratrain.runtime.units import AdamW, UnitFormat
+from ratrain.runtime.units import UnitFormat
 from ratrain.runtime.worker import set_title
 
 
@@ -35,6 +37,7 @@ class Assignment:
     formats          names of view, grad and reduce dtype
     weights          folder to load HF weights from, None: fresh ones
     train, validation  token stores
+    durations        what backend emulated waits for
     """
 
     config: Config
@@ -51,6 +54,7 @@ class Assignment:
     folder: Path
     checkpoints: Path
     identity: dict[str, object]
+    durations: Durations
 
 
 def work(assignment: Assignment, rendezvous: Rendezvous, recorder: Callable[[Mesh], Recorder | None]) -> bool:
@@ -117,7 +121,8 @@ def work(assignment: Assignment, rendezvous: Rendezvous, recorder: Callable[[Mes
     if assignment.validation is not None:
         held_out = open_store(assignment.validation, vocab_size=vocab)
         validation = EvaluationSampler(held_out, settings.seq_len, job.global_batch, config.eval.batches)
-    trainer = Trainer(job, mesh, rule, device, sampler, validation, recorder(mesh))
+    backend = make_backend(config.run.backend, assignment.durations)
+    trainer = Trainer(job, mesh, rule, device, sampler, validation, recorder(mesh), backend)
     return trainer.run()
 
 

@@ -1,0 +1,158 @@
+"""Device backends: who computes. All run the same program, messages and state units.
+
+`torch` computes for real. `mt3000` computes every operator tile by tile on an emulated chip and says how long
+the chip would have taken. `emulated` computes nothing: it waits as long as a device would, so that pipelines
+larger than this machine run with real processes and real messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ratrain.errors import UserError
+from ratrain.model.blocks import Block, EmbedBlock, HeadBlock, LayerBlock
+from ratrain.model.main_grad import accumulate, has_main_grad
+from ratrain.runtime.units import StateUnit
+
+if TYPE_CHECKING:
+    from ratrain.machine.mt3000.torch_operators import Mt3000
+
+Durations = Mapping[str, float]
+"""Seconds of one action on the emulated device, by "KIND unit", e.g. ``"FORWARD layer3"``."""
+
+
+class TorchBackend:
+    """Real torch operators."""
+
+    def adopt(self, block: Block) -> None:
+        """Called once per block, after its parameters are bound."""
+
+    def update(self, unit: StateUnit, lr: float, scale: float) -> None:
+        """One optimizer step on the unit's shard; see `StateUnit.update`."""
+        unit.update(lr, scale)
+
+    def account(self) -> dict[str, Any]:
+        """What it would like to have in the metrics of the steps since the last call."""
+        return {}
+
+
+class Mt3000Backend(TorchBackend):
+    """Operators on the emulated MT-3000: FP16 inputs, FP32 accumulation, explicit memory hierarchy."""
+
+    def __init__(self) -> None:
+        from ratrain.machine.mt3000.torch_operators import Mt3000
+
+        self.chip: Mt3000 = Mt3000(take_gradient=_take)
+
+    def adopt(self, block: Block) -> None:
+        from ratrain.machine.mt3000.torch_operators import install, install_norm
+
+        chip = self.chip
+        if isinstance(block, LayerBlock):
+            install(block.layer, chip)
+        elif isinstance(block, EmbedBlock):
+            block.forward = partial(_embed, block, chip)  # type: ignore[method-assign]
+        elif isinstance(block, HeadBlock):
+            if block.spec.head_normalised:
+                raise UserError("run.backend = mt3000: a row-normalised head is not on the chip; use torch")
+            install_norm(block.norm, chip)
+            block.forward = partial(_head, block, chip)  # type: ignore[method-assign]
+
+    def update(self, unit: StateUnit, lr: float, scale: float) -> None:
+        gradient, optimizer = unit.shard_gradient(), unit.optimizer
+        # Under ZeRO-3 no view stays; the chip writes one all the same.
+        view = unit.view[unit.low : unit.high] if unit.keeps_view else torch.empty_like(gradient)
+        for s in optimizer.stretches:
+            part = slice(s.start, s.stop)
+            s.steps.add_(1)
+            self.chip.adamw_(
+                unit.master[part],
+                optimizer.first[part],
+                optimizer.second[part],
+                gradient[part],
+                view[part],
+                lr=lr,
+                betas=(optimizer.settings.beta1, optimizer.settings.beta2),
+                eps=optimizer.settings.eps,
+                weight_decay=s.decay,
+                step=int(s.steps),
+                grad_scale=scale,
+            )
+
+    def account(self) -> dict[str, Any]:
+        account = self.chip.account
+        told = {"chip_s": account.seconds, "chip_bytes": dict(account.bytes)}
+        account.reset()
+        return told
+
+
+class EmulatedBackend(TorchBackend):
+    """Waits instead of computing. What a block hands on has the right shape and no meaning."""
+
+    def __init__(self, durations: Durations) -> None:
+        self._durations = durations
+
+    def adopt(self, block: Block) -> None:
+        block.forward = partial(self._forward, block)
+
+    def update(self, unit: StateUnit, lr: float, scale: float) -> None:
+        time.sleep(self._durations[f"UPDATE_SHARD {unit.name}"])
+
+    def _forward(self, block: Block, x: Tensor, *rest: Any) -> Tensor:
+        kind = "RECOVER" if block.is_rebuilding else "FORWARD"
+        result: Tensor = _Wait.apply(
+            x, block, self._durations[f"{kind} {block.name}"], self._durations[f"BACKWARD {block.name}"]
+        )
+        return result
+
+
+class _Wait(torch.autograd.Function):
+    """A block that takes time: forward and backward are waits, gradients are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Block, forward_s: float, backward_s: float) -> Tensor:
+        time.sleep(forward_s)
+        ctx.backward_s, ctx.like = backward_s, x if x.is_floating_point() else None
+        if block.name == "head":
+            return x.new_zeros(())
+        if block.name == "embed":
+            weight = next(block.parameters())
+            out = torch.zeros(*x.shape, block.spec.hidden, dtype=weight.dtype)
+            return out.requires_grad_()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        time.sleep(ctx.backward_s)
+        like = ctx.like
+        return (None if like is None else torch.zeros_like(like)), None, None, None
+
+
+def make_backend(name: str, durations: Durations) -> TorchBackend:
+    """The backend of that name in the configuration."""
+    if name == "mt3000":
+        return Mt3000Backend()
+    if name == "emulated":
+        return EmulatedBackend(durations)
+    return TorchBackend()
+
+
+def _take(parameter: Tensor, gradient: Tensor) -> bool:
+    if not has_main_grad(parameter):
+        return False
+    accumulate(parameter, gradient)
+    return True
+
+
+def _embed(block: EmbedBlock, chip: Mt3000, ids: Tensor) -> Tensor:
+    return chip.embedding(ids, block.weight)
+
+
+def _head(block: HeadBlock, chip: Mt3000, x: Tensor, targets: Tensor, denominator: int) -> Tensor:
+    return chip.head_loss(block.norm(x), block.weight, targets, denominator)
