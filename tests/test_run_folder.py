@@ -41,7 +41,7 @@ def test_the_resolved_run_file_reads_back_equal_and_runs(
 ) -> None:
     assert load_config(trained.run / "run.toml") == load_config(trained.toml)
     assert main(["plan", str(trained.run / "run.toml"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(capsys.readouterr().out)["plan"]
     plan = json.loads((trained.run / "plan.json").read_text())
     assert {k: told[k] for k in ("layers", "data", "zero", "passes")} == {
         "layers": plan["layers"], "data": 2, "zero": 1, "passes": plan["passes"],

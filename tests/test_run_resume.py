@@ -173,7 +173,7 @@ def test_another_layout_may_go_on(resuming: Resuming) -> None:
         ("data.seq_len=32", "written with data.seq_len = 16, this run has 32"),
         ("train.seed=1", "written with train.seed = 0, this run has 1"),
         ("data.corpus=OTHER", "written with corpus checksum = "),
-        ("model.config=OTHER", "model.layers.0.mlp.down_proj.weight is "),
+        ("model.config=OTHER", "model.layers.0.mlp.gate_proj.weight is [64, 32] there, [96, 32] in"),
         ("model.config=DEEPER", "model.layers.4."),
     ],
 )
