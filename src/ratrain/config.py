@@ -157,7 +157,6 @@ class RunConfig:
     delay: float = _doc(
         "for tests: random extra seconds before each communication counts as done", 0.0, least=0.0
     )
-    in_place_grads: bool = _doc("weight gradients accumulate straight into the flat buffer", True)
 
 
 @dataclass(frozen=True, kw_only=True)
