@@ -314,7 +314,8 @@ def test_whole_weights_are_accepted_and_broken_ones_can_be_left_out(bench: Bench
         (["recovery.policy={layer0='most'}"], "recovery.policy.layer0 = 'most': expected one of keep"),
         (["run.passes=[1]"], "run.passes: unknown pass 1"),
         (["machine.platform=moon"], "no platform 'moon'"),
-        (["run.backend=emulated"], "run.backend = emulated: only torch trains so far"),
+        (["run.backend=mt3000"], "mt3000 computes in FP16, but precision.view = fp32; set it to fp16"),
+        (["run.backend=emulated", "run.device=cuda"], "run.backend = emulated runs on run.device = cpu only"),
         (["train.global_bach=2"], "unknown key train.global_bach; did you mean train.global_batch?"),
     ],
 )
