@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from race.arena import race
-from race.overhead import MOST, overheads
+from race.overhead import overheads
 from race.profiles import with_profile
 from race.ratrain_plan import settled
 from race.results import Result, load, machine
@@ -91,15 +91,13 @@ def _settled(row: Row, out: Path) -> Row:
 def _run(row: Row, repeat: int, out: Path) -> Result:
     print(f"{row.name}: {', '.join(case.name for case in row.cases)}", flush=True)
     records = race(row, repeat, out, lambda text: print(text, flush=True))
-    result = Result(row.name, row.fingerprint, repeat, machine(), records)
+    overhead = {
+        case.name: max(cost.share for cost in overheads(_timelines(records[case.name].details)))
+        for case in row.cases
+        if case.tool == RATRAIN and records[case.name].details
+    }
+    result = Result(row.name, row.fingerprint, repeat, machine(), records, overhead)
     result.save(out)
-    for case in row.cases:
-        if case.tool == RATRAIN and records[case.name].details:
-            worst = max(o.share for o in overheads(_timelines(records[case.name].details)))
-            print(
-                f"  {case.name}: program and executor {worst:.2%} of the step (at most {MOST:.0%})",
-                flush=True,
-            )
     return result
 
 

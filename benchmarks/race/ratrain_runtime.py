@@ -17,8 +17,8 @@ from ratrain.program.timeline import Timeline
 from ratrain.runtime.build import StageSettings
 from ratrain.runtime.mesh import build_mesh
 from ratrain.runtime.optimizer import StepRule
-from ratrain.runtime.trainer import Job, Trainer
 from ratrain.runtime.shard_optimizer import AdamW
+from ratrain.runtime.trainer import Job, Trainer
 from ratrain.runtime.units import UnitFormat
 
 

@@ -16,13 +16,17 @@ from race.rows import Row
 
 @dataclass(frozen=True)
 class Result:
-    """Records of one row by contender, what was run (fingerprint, repeat), and on what."""
+    """Records of one row by contender, what was run (fingerprint, repeat), and on what.
+
+    overhead  of each RATrain: program and executor as a share of the last window, worst rank
+    """
 
     row: str
     fingerprint: str
     repeat: int
     machine: dict[str, str]
     records: dict[str, Record] = field(default_factory=dict)
+    overhead: dict[str, float] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Writes `<row>.json` into `folder`; details (timelines) are left out."""

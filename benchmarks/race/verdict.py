@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from race.arena import WARM_STEPS, Record
+from race.overhead import MOST
 from race.ratrain_plan import plan_of, recovery_working_set
 from race.results import Result
 from race.rows import RATRAIN, Bar, Case, Row
@@ -59,8 +60,8 @@ def ratio(record: Record, other: Record) -> tuple[float, float, float]:
 
 
 def checks(row: Row, result: Result) -> list[Check]:
-    """Every bar of the row, and the memory rule against each torch peer of the same layout."""
-    return [_bar(row, result, bar) for bar in row.bars] + _memory(row, result)
+    """Every bar of the row, the memory rule against each torch peer of the same layout, and the overhead."""
+    return [*(_bar(row, result, bar) for bar in row.bars), *_memory(row, result), *_overhead(result)]
 
 
 def _bar(row: Row, result: Result, bar: Bar) -> Check:
@@ -79,6 +80,13 @@ def _bar(row: Row, result: Result, bar: Bar) -> Check:
         f"{who} against {against}: {got:.3f}x (windows {low:.3f} to {high:.3f}), at most {bar.most:.2f}x",
         got <= bar.most,
     )
+
+
+def _overhead(result: Result) -> list[Check]:
+    return [
+        Check(f"program and executor of {name} {share:.2%} of the step, at most {MOST:.0%}", share <= MOST)
+        for name, share in result.overhead.items()
+    ]
 
 
 def _counts(row: Row, result: Result, case: Case) -> bool:
