@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class RunRecorder:
                 out.write(json.dumps(line) + "\n")
         aside.replace(path)
         self._metrics = path.open("a")
+        if not done:  # a fresh run: its curves must not be drawn over an earlier attempt's
+            shutil.rmtree(folder / EVENTS, ignore_errors=True)
         self._board = TensorBoardWriter(folder / EVENTS)
 
     def update(self, metrics: Mapping[str, Any]) -> None:

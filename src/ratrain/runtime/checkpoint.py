@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ratrain.errors import UserError
 from ratrain.program.layout import TIED
-from ratrain.runtime.manifest import PARTIAL, Manifest, complete, write_manifest
+from ratrain.runtime.manifest import PARTIAL, Manifest, publish, write_manifest
 from ratrain.runtime.mesh import Mesh
 from ratrain.runtime.units import StateUnit
 
@@ -102,11 +102,7 @@ def save(folder: Path, manifest: Manifest, units: Iterable[StateUnit], mesh: Mes
             ) from None
         raise
     if mesh.rank == 0:
-        if final.exists():  # the same step again, after a resume from an older one
-            shutil.rmtree(final)
-        partial.rename(final)
-        for old in complete(folder)[:-keep]:
-            shutil.rmtree(old)
+        publish(partial, final, keep)
     dist.barrier(mesh.world)
     return final
 

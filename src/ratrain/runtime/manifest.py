@@ -84,8 +84,22 @@ def check_fits(manifest: Manifest, folder: Path, shapes: dict[str, list[int]], r
         if manifest.run.get(key) != value:
             raise UserError(
                 f"{folder}: written with {key} = {manifest.run.get(key)!r}, this run has {value!r}; the data "
-                f"position would be wrong (layout there: {manifest.layout})"
+                f"position would be wrong; set it back, or start afresh with --resume never or another --out"
             )
+
+
+def publish(partial: Path, final: Path, keep: int) -> None:
+    """Gives a whole checkpoint its final name, then removes what it makes obsolete: checkpoints of later
+    steps (an earlier attempt's: this run has gone back behind them) and all but the newest `keep`."""
+    replaced = final.with_name(f"{final.name}.replaced{PARTIAL}")
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    known = complete(final.parent)
+    place = known.index(final) + 1
+    for old in [*known[place:], *known[: max(place - keep, 0)]]:
+        shutil.rmtree(old)
 
 
 def sweep(folder: Path) -> None:

@@ -20,6 +20,7 @@ from ratrain.model.spec import ModelSpec, ParameterShape
 from ratrain.program.layout import Layout
 from ratrain.runtime.backends import Durations, make_backend
 from ratrain.runtime.build import DTYPES, StageSettings
+from ratrain.runtime.manifest import sweep
 from ratrain.runtime.mesh import Mesh, build_mesh
 from ratrain.runtime.optimizer import Schedule, StepRule
 from ratrain.runtime.rendezvous import Rendezvous
@@ -77,6 +78,20 @@ def work(assignment: Assignment, rendezvous: Rendezvous, recorder: Callable[[Mes
     mesh = build_mesh(layout.pipeline, layout.replicas, rendezvous.rank, layout.tied_across)
     set_title(rendezvous.rank, rendezvous.world_size, f"stage {mesh.stage}, replica {mesh.replica}")
     _require_shared(assignment.checkpoints, mesh)
+    if mesh.rank == 0:
+        sweep(assignment.checkpoints)
+    return make_trainer(assignment, mesh, device, recorder(mesh)).run()
+
+
+def make_trainer(
+    assignment: Assignment,
+    mesh: Mesh,
+    device: torch.device,
+    recorder: Recorder | None,
+    save_last: bool = True,
+) -> Trainer:
+    """The trainer of one rank, with its parameters in place. All ranks call this together."""
+    config, layout = assignment.config, assignment.layout
     view, grad, wire = (DTYPES[name] for name in assignment.formats)
     train = config.train
     settings = StageSettings(
@@ -112,6 +127,7 @@ def work(assignment: Assignment, rendezvous: Rendezvous, recorder: Callable[[Mes
         trace_steps=config.run.trace_steps,
         delay=config.run.delay,
         samples=samples if config.run.log_microbatches else None,
+        save_last=save_last,
     )
     vocab = assignment.spec.vocab
     sampler = Sampler(
@@ -122,8 +138,7 @@ def work(assignment: Assignment, rendezvous: Rendezvous, recorder: Callable[[Mes
         held_out = open_store(assignment.validation, vocab_size=vocab)
         validation = EvaluationSampler(held_out, settings.seq_len, job.global_batch, config.eval.batches)
     backend = make_backend(config.run.backend, assignment.durations)
-    trainer = Trainer(job, mesh, rule, device, sampler, validation, recorder(mesh), backend)
-    return trainer.run()
+    return Trainer(job, mesh, rule, device, sampler, validation, recorder, backend)
 
 
 def _threads(config: Config, rendezvous: Rendezvous) -> int:
