@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN := runs/demo
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test lint race clean
 
 install: $(STAMP)
 
@@ -31,6 +31,11 @@ lint: install
 
 test: lint
 	$(BIN)/pytest
+
+# RATrain against what people use today; needs root (network namespaces) and a quiet machine for an hour.
+race: install
+	$(BIN)/pip install --quiet --no-build-isolation -e '.[race]' || true
+	$(BIN)/python benchmarks/peers.py --set lifecycle --set same-layout --set best-layout --repeat 3 --docs docs/benchmarks.md
 
 clean:
 	rm -rf $(VENV) runs

@@ -68,7 +68,7 @@ for arguments in (["check", {str(toml)!r}],
                   ["train", {str(toml)!r}], ["plan", {str(toml)!r}]):
     assert main(arguments) == 0, arguments
     heavy = {{"torch", "transformers", "numba", "matplotlib", "plotly", "tensorboard"}} & set(sys.modules)
-    if arguments[0] == "plan":
+    if arguments[0] in ("plan", "train"):
         heavy.discard("numba")  # the simulator's
     assert not heavy, (arguments, heavy)
 """

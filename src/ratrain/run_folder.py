@@ -22,6 +22,7 @@ from ratrain.plan.plan import Plan, load_plan
 from ratrain.report.files import write_whole
 
 RUN_TOML, PLAN_JSON, SETUP_JSON = "run.toml", "plan.json", "setup.json"
+FORECAST_JSON = "forecast.json"
 MODEL_JSON, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"
 SPLIT_SEED = 0
 """Of the train/validation split and the tokenizer's sample: runs with other train.seed stay comparable."""
@@ -154,6 +155,7 @@ def prepare_run(
         _durations(config, plan, spec),
     )
     _write(run, prepared.tokenizer)
+    _write_forecast(run)
     return run
 
 
@@ -202,6 +204,21 @@ def model_folder(config: Config) -> Path | None:
     from ratrain.model.weights import has_weights
 
     return folder if has_weights(folder) else None
+
+
+_DRAWN = 50_000
+"""Actions of a replica above which no forecast is drawn beside the run: the page could not show them anyway."""
+
+
+def _write_forecast(run: Run) -> None:
+    """What the simulator says of the run, for the report to lay under what is measured."""
+    if run.plan.program("steady").size() > _DRAWN:
+        return
+    from ratrain.plan.forecasting import forecast_step
+    from ratrain.report.forecast import forecast_of, write_forecast
+
+    forecast = forecast_step(run.plan, run.spec, run.config)
+    write_forecast(forecast_of(run.plan, forecast), run.folder / FORECAST_JSON)
 
 
 def _durations(config: Config, plan: Plan, spec: ModelSpec) -> dict[str, float]:

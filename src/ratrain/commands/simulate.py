@@ -20,9 +20,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     from ratrain.config import format_bytes
     from ratrain.plan.forecasting import forecast_step
-    from ratrain.report.forecast import Forecast
+    from ratrain.report.forecast import forecast_of
     from ratrain.report.html import write_simulation
-    from ratrain.report.places import Place
     from ratrain.report.table import render_table
     from ratrain.run_folder import check_programs, resolve_plan
 
@@ -43,13 +42,11 @@ def run(args: argparse.Namespace) -> int:
         "peak_bytes": list(step.peak),
         "basis": result.basis,
     }
-    places = tuple(Place(s * plan.data, s, 0) for s in range(plan.pipeline))
-    forecast = Forecast(step.timeline, places, tuple(step.peak), plan.budget)
     words = (
         f"{plan.pipeline} stages x {plan.data} replicas, ZeRO-{plan.zero}: {step.step:.4g} s a step, no program of "
         f"this layout under {result.bound:.4g} s. {result.basis}."
     )
-    write_simulation(forecast, args.out, title=plan.model, words=words)
+    write_simulation(forecast_of(plan, result), args.out, title=plan.model, words=words)
     if args.json:
         print(json.dumps(facts))
         return 0

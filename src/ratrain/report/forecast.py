@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ratrain.errors import UserError
+from ratrain.plan.plan import Plan
 from ratrain.program.timeline import Timeline
 from ratrain.report.files import read_object, write_whole
 from ratrain.report.places import Place, places_of
+
+if TYPE_CHECKING:
+    from ratrain.plan.forecasting import StepForecast
 
 VERSION = 1
 
@@ -38,6 +43,13 @@ class Forecast:
         """Forecast peak of `place`, or of the same stage where that replica was not simulated."""
         peaks = {(p.stage, p.replica): peak for p, peak in zip(self.places, self.peak_bytes)}
         return peaks.get((place.stage, place.replica), peaks.get((place.stage, 0)))
+
+
+def forecast_of(plan: Plan, step: StepForecast) -> Forecast:
+    """A plan's simulated step, with the places of the ranks that stand for their replicas."""
+    places = tuple(Place(stage * plan.data, stage, 0) for stage in range(plan.pipeline))
+    simulation = step.simulation
+    return Forecast(simulation.timeline, places, tuple(simulation.peak), plan.budget)
 
 
 def write_forecast(forecast: Forecast, path: Path) -> None:
