@@ -43,6 +43,7 @@ class StageStep(Step):
     losses       per micro-batch: its share of the global loss (last stage)
     sample_ids   per micro-batch: which data it was (first and last stage)
     report       filled by GRAD_NORM
+    account      what the backend has to say of it, for the metrics
     """
 
     source: SequenceSource = None  # type: ignore[assignment]
@@ -55,6 +56,7 @@ class StageStep(Step):
     losses: dict[int, Tensor] = field(default_factory=dict)
     sample_ids: dict[int, list[int]] = field(default_factory=dict)
     report: StepReport | None = None
+    account: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

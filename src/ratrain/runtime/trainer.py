@@ -169,6 +169,7 @@ class Trainer:
         open_ledger = self._ledger
         step.stats = lambda: open_ledger.close(step.rows)  # of the step before, closed by now
         self._run(form, step)
+        step.account = self.backend.account()
         self._ledger = Ledger.opened(self.step, step.rows)
         self._unwritten.append(_Pending(step))
         self._last, self._deferred = step, self.programs[form].deferred
@@ -313,7 +314,7 @@ class Trainer:
             "tokens_per_s": tokens / measured["step_time_s"] if measured["step_time_s"] else 0.0,
             **measured,
             "skipped": report.skipped,
-            **self.backend.account(),
+            **step.account,
         }
 
     def _log_samples(self, step: StageStep) -> None:
