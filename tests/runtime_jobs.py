@@ -361,9 +361,7 @@ class Watch:
             "in_flight": self.in_flight,
             "recovered": self.recovered,
             "rule": trainer.rule.state(),
-            "updates": sorted(
-                {int(s["step"]) for u in stage.units.values() for s in u.optimizer.state.values()}
-            ),
+            "updates": sorted({int(s.steps) for u in stage.units.values() for s in u.optimizer.stretches}),
         }
 
     def _step(self, form: str, step: Any) -> dict[str, Any]:
