@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
-import sys
-import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from ratrain.plan.fit import fits
+from ratrain.plan.recipes import RATRAIN
+from ratrain.plan.reproduce.rows import load_rows
+from ratrain.plan.reproduce.setting import Setting, calibrated, step_of
+from ratrain.plan.reproduce.tables import errors, memory, published
 
-import planner
-from ratrain.machine.platform import load_platform
-from ratrain.plan.compute import Compute
-
-ROWS = tomllib.loads(planner.ROWS.read_text(encoding="utf-8"))
-PLAIN = Compute(load_platform("mt3000"), "fp16")
-
-
-def test_feasibility_rows_fit_and_their_peaks_are_right() -> None:
-    for row in planner.peak_rows(ROWS, PLAIN):
-        assert row["predicted_bytes"] <= row["budget_bytes"]
-        assert abs(row["error"]) < 0.1, row
+MODELS = Path(__file__).parent.parent / "examples" / "models"
 
 
-def test_one_calibrated_row_predicts_another_model() -> None:
-    calibrating = next(row for row in ROWS["step"] if row.get("calibrates"))
-    efficiency = planner.calibrate(calibrating, ROWS["sequence"], PLAIN)
-    assert 0.9 < efficiency < 1.1
-    named = {"step": [r for r in ROWS["step"] if r is calibrating or r["name"].endswith("Backward-Ckpt")]}
-    table = planner.published_rows({**ROWS, **named}, PLAIN.at(efficiency))
-    assert table[0]["error"] == pytest.approx(0, abs=1e-3)
-    assert abs(table[1]["error"]) < 0.05
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    return calibrated(load_rows(), MODELS)
 
 
-def test_own_placement_beats_the_papers_schedule_at_the_same_depth() -> None:
+def test_feasibility_rows_fit_and_their_peaks_are_right(setting: Setting) -> None:
+    cells = memory(setting).cells
+    for cell in cells:
+        assert cell.ratio == pytest.approx(1, abs=0.1), cell
+        assert not cell.note.startswith("out of memory")
+    assert [c.ours for c in cells if c.unit == "clusters"] == [8, 16]
+
+
+def test_one_calibrated_row_predicts_another_model(setting: Setting) -> None:
+    assert 0.9 < setting.compute.efficiency < 1.1
+    kept = tuple(r for r in setting.rows.step if r.calibrates or r.name.endswith("Backward-Ckpt"))
+    few = replace(setting, rows=replace(setting.rows, step=tuple(replace(r, degrees={}) for r in kept)))
+    table = published(few)
+    first, second = table.cells
+    assert (first.reading, second.reading) == ("calibrated", "assumed")
+    assert first.ratio == pytest.approx(1, abs=1e-3)
+    assert second.ratio == pytest.approx(1, abs=0.05)
+    (error,) = errors(few, table).cells
+    assert error.ours == pytest.approx(abs(second.ratio - 1))
+
+
+def test_own_placement_beats_the_papers_schedule_at_the_same_depth(setting: Setting) -> None:
     """Baichuan2-13B, P=8: the head's stage holds fewer layers."""
-    common = ("baichuan2-13b", 256, 4096, ROWS["sequence"])
-    paper = planner.Case(*common, "paper", 8, zero=2).best(PLAIN)
-    own = planner.Case(*common, "own", 8, zero=2).best(PLAIN)
+    work = ("baichuan2-13b", 256, 4096)
+    paper = setting.plan("paper", *work, pipeline=8, tensor=1)
+    own = setting.plan(RATRAIN, *work, pipeline=8, tensor=1)
+    assert fits(paper) and fits(own)
     assert own.layers[-1] < min(own.layers[:-1])
-    assert planner.step_of(paper) > 1.1 * planner.step_of(own)
+    assert (step_of(paper) or 0) > 1.1 * (step_of(own) or 0)
