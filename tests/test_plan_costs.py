@@ -43,7 +43,7 @@ def profile(**changes: Any) -> Profile:
 
 
 def test_recovery_grows_down_the_ladder_and_stays_below_a_forward() -> None:
-    for source in (PLATFORM, None):
+    for source in (PLATFORM, load_platform("local")):
         layer = Compute(source, "bf16").block(SPEC, "layer0", 1, 64)
         recover = [layer.recover[rung] for rung in RUNGS]
         assert recover[0] == 0 and recover == sorted(recover)

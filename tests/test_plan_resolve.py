@@ -87,7 +87,7 @@ def test_what_does_not_divide_or_add_up() -> None:
 
 
 def test_budget_names_rank_need_and_the_smallest_that_would_do() -> None:
-    refuse("stage . \\(rank [02]\\) needs .* of 100.00 MB; runtime 500", machine={"memory": "100 MB"})
+    refuse("stage . \\(rank [02]\\) needs .* of 100.00 MB; runtime 38", machine={"memory": "100 MB"})
     with pytest.raises(UserError) as caught:
         resolve(config(machine={"memory": "100 MB"}), tiny_spec())
     smallest = str(caught.value).rsplit("is ", 1)[1]

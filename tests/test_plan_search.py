@@ -119,7 +119,7 @@ def placements(pipeline: int, layers: int) -> list[tuple[int, ...]]:
 
 
 def test_stage_with_the_head_gets_fewer_layers() -> None:
-    counts = balanced_layers(shape(heavy_head(12), 4, compute=Compute(None, "bf16")))
+    counts = balanced_layers(shape(heavy_head(12), 4, compute=Compute(load_platform("local"), "bf16")))
     assert counts is not None and counts[-1] < min(counts[:-1])
 
 
@@ -219,7 +219,7 @@ def test_reductions_block_where_two_gradients_do_not_fit() -> None:
         "machine": {"platform": "mt3000", "devices": 8},
     }
     asked = read_request(parse_config(table, "run.toml"), spec)
-    flat = Compute(None, "fp16")
+    flat = Compute(load_platform("local"), "fp16")
     result = search(asked, flat, simulated=0)
     best = result.placed[0]
     assert best.time is not None and "layerwise_sync" not in best.shape.passes

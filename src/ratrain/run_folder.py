@@ -27,6 +27,9 @@ MODEL_JSON, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"
 SPLIT_SEED = 0
 """Of the train/validation split and the tokenizer's sample: runs with other train.seed stay comparable."""
 
+_CHECKED_WHOLE = 100_000
+"""Passes of a block over a micro-batch in a step, up to which a run's programs are checked whole (a minute)."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -89,15 +92,22 @@ def _planned(config: Config, plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     yield "machine.memory", memory if memory == AUTO else parse_bytes(memory, "machine.memory"), plan.budget
 
 
-def check_programs(plan: Plan, spec: ModelSpec) -> None:
-    """Raises UserError if a program of the plan is illegal or does not fit."""
+def check_programs(plan: Plan, spec: ModelSpec, *, whole: bool = True) -> None:
+    """Raises UserError if a program of the plan is illegal or does not fit.
+
+    whole  check the very programs that run; otherwise, or where these are so long that checking would take
+           minutes, the same with fewer micro-batches. That is enough for order, deadlock and memory, since
+           from `Plan.settled` on a step repeats one pattern.
+    """
     from ratrain.plan.memory import footprints
     from ratrain.program.checker import ProgramError, require_legal
 
     shapes = footprints(spec, plan)
+    long = plan.micro_batches * len(spec.block_names()) > _CHECKED_WHOLE
+    micro_batches = plan.settled if long or not whole else None
     for form in ("first", "steady", "flush", "evaluate"):
         try:
-            require_legal(plan.program(form), shapes, plan.budget)
+            require_legal(plan.program(form, micro_batches), shapes, plan.budget)
         except ProgramError as error:
             raise UserError(f"{form} program: {error.violations[0].message}") from None
 

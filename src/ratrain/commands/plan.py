@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     config, spec = requested(args)
     answer = plan_command(config, spec, args)
-    check_programs(answer.best, spec)
+    check_programs(answer.best, spec, whole=False)
     if args.out is not None:
         answer.best.save(args.out)
     print(json.dumps(answer.to_json()) if args.json else text(answer))

@@ -25,6 +25,8 @@ from ratrain.machine.units import Table, nearest
 
 SCHEMA = 1
 SHIPPED = Path(__file__).parent / "platforms"
+LOCAL = "local"
+"""The platform that stands for this machine before it is measured."""
 
 Level = Literal["within_node", "between_nodes"]
 Duplex = Literal["full", "half"]
@@ -69,18 +71,22 @@ class OperatorModel:
 class Device:
     """What one process owns.
 
-    `memory` is everything the process may use, in bytes; `runtime_base_memory` what it uses before it holds a
-    model. `rates` are attainable FLOP/s by operator class and dtype. `optimizer_rate` is parameters updated a
-    second. `slowdown_under_communication` multiplies compute time while a transfer runs (1 is none).
+    `memory` is everything the process may use, in bytes (None: a share of what the operating system says);
+    `runtime_base_memory` what it uses before it holds a model. Beyond what is live the heap keeps
+    `heap_slack_ratio` times what one layer saves and works with, at most `heap_slack_most` bytes. `rates` are
+    attainable FLOP/s by operator class and dtype. `optimizer_rate` is parameters updated a second.
+    `slowdown_under_communication` multiplies compute time while a transfer runs (1 is none).
     """
 
     name: str
-    memory: float
+    memory: float | None
     runtime_base_memory: float
     operator_model: OperatorModel
     rates: Mapping[str, Mapping[str, float]]
     optimizer_rate: float
     slowdown_under_communication: float
+    heap_slack_ratio: float = 0.0
+    heap_slack_most: float = 0.0
 
     def rate(self, operator_class: str, dtype: str) -> float:
         """FLOP/s of an operator class ("matmul", "attention") in a dtype ("fp16"); UserError if not given."""
@@ -192,13 +198,22 @@ def _device(table: Table) -> Device:
     parameters = MappingProxyType(model.table("parameters").every() if model.has("parameters") else {})
     return Device(
         name=table.plain("name", str),
-        memory=table.quantity("memory", "bytes"),
+        memory=_memory(table),
         runtime_base_memory=table.quantity("runtime_base_memory", "bytes", minimum=0.0),
         operator_model=OperatorModel(model_name, parameters),
         rates=MappingProxyType(rates),
         optimizer_rate=table.quantity("optimizer", "parameters_per_s"),
         slowdown_under_communication=table.quantity("slowdown_under_communication", "ratio", minimum=1.0),
+        heap_slack_ratio=table.optional("heap_slack_ratio", "ratio"),
+        heap_slack_most=table.optional("heap_slack_most", "bytes"),
     )
+
+
+def _memory(table: Table) -> float | None:
+    if not table.has("memory_from"):
+        return table.quantity("memory", "bytes")
+    table.choice("memory_from", ("operating system",))
+    return None
 
 
 def _link(table: Table, count_key: str) -> Link:

@@ -95,6 +95,11 @@ class Table:
             raise self._error(key, f"expected exactly one of {expected}", missing=not present)
         return self._number(key + present[0], minimum) * units[present[0]]
 
+    def optional(self, key: str, quantity: str) -> float:
+        """As `quantity`; 0 where no key of the table begins so."""
+        present = any(key + unit in self._content for unit in UNITS[quantity])
+        return self.quantity(key, quantity) if present else 0.0
+
     def count(self, key: str) -> int:
         """A whole number of at least 1."""
         value = self._sourced(key)

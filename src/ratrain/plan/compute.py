@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from ratrain.errors import UserError
 from ratrain.machine.gpu_operators import GpuOperators, Work
-from ratrain.machine.platform import Platform
+from ratrain.machine.platform import LOCAL, Platform
 from ratrain.machine.profile import BlockTime, Profile
 from ratrain.model.operators import Operator, forward_operators
 from ratrain.model.spec import RUNGS, ModelSpec
@@ -61,16 +61,13 @@ Pass = Callable[[Sequence[Operator], bool], float]
 class Compute:
     """Prices blocks and updates. `efficiency` divides every time: the one factor that may be calibrated."""
 
-    def __init__(self, source: Platform | Profile | None, dtype: str) -> None:
+    def __init__(self, source: Platform | Profile, dtype: str) -> None:
         self.source, self.dtype = source, dtype
         self.blocks: Blocks
         if isinstance(source, Profile):
             self.blocks = _Measured(source, dtype)
             self.optimizer_rate = source.optimizer_rate
             self.basis = "measured blocks"
-        elif source is None:
-            self.blocks, self.optimizer_rate = _Modelled(_flat(_GUESSED_RATE)), _GUESSED_OPTIMIZER_RATE
-            self.basis = "a guess: run ratrain profile"
         else:
             self.blocks, self.basis = _of_platform(source, dtype)
             self.optimizer_rate = source.device.optimizer_rate
@@ -92,11 +89,6 @@ class Compute:
     def update(self, parameters: int) -> float:
         """Seconds to update that many owned parameters."""
         return parameters / self.optimizer_rate / self.efficiency
-
-
-_GUESSED_RATE = 1e11
-_GUESSED_OPTIMIZER_RATE = 5e8
-"""FLOP/s and parameters/s of one CPU thread, where nothing is known: only ratios between layouts matter."""
 
 
 class _Modelled:
@@ -135,7 +127,8 @@ def _of_platform(platform: Platform, dtype: str) -> tuple[Blocks, str]:
                 f"{platform.name} is priced in fp16 only; set precision.view from {dtype} to fp16"
             )
         return _PerSample(_Modelled(_tile_schedules())), "MT-3000 tile schedules"
-    return _Modelled(_flat(device.rate("matmul", dtype))), "its matmul rate"
+    basis = "a guess: run ratrain profile" if platform.name == LOCAL else "its matmul rate"
+    return _Modelled(_flat(device.rate("matmul", dtype))), basis
 
 
 def _flat(rate: float) -> Pass:
@@ -166,12 +159,12 @@ def _roofline(gpu: GpuOperators, element_bytes: int) -> Pass:
 
 def _tile_schedules() -> Pass:
     from ratrain.machine.mt3000.chip import load_chip
-    from ratrain.machine.mt3000.profile import operator_seconds
+    from ratrain.plan.tile_prices import TilePrices
 
-    chip = load_chip()
+    prices = TilePrices(load_chip())
 
     def seconds(operators: Sequence[Operator], backward: bool) -> float:
-        return sum(operator_seconds(chip, operator, backward) for operator in operators)
+        return sum(prices.seconds(operator, backward) for operator in operators)
 
     return seconds
 

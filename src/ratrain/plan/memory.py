@@ -142,8 +142,7 @@ def memory_program(plan: Plan) -> Program:
     The peak is reached once the pipeline is full and `ahead` micro-batches more are recovered; further
     micro-batches repeat. Gathers and reductions have no saved activations.
     """
-    enough = 2 * plan.pipeline + plan.ahead + 1
-    layout = plan.layout().with_(microbatches=min(plan.micro_batches, enough), replicas=1, zero=0)
+    layout = plan.layout().with_(microbatches=min(plan.micro_batches, plan.settled), replicas=1, zero=0)
     return build(layout, "steady", plan.passes)
 
 

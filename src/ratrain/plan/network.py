@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from ratrain.machine.collectives import Kind, collective
-from ratrain.machine.platform import Link, Platform
+from ratrain.machine.platform import LOCAL, Link, Platform, load_platform
 from ratrain.machine.profile import Profile
 
-_GUESSED = Link(latency=1e-4, bandwidth=1e9)
-"""Loopback TCP of an unmeasured machine."""
+
+@cache
+def _loopback() -> Link:
+    """For what a profile did not measure."""
+    return load_platform(LOCAL).between_nodes
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,9 @@ class Flow:
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a platform or a profile (None: a guess) under a layout of D replicas and T tensor ranks."""
+    """The links of a platform or a profile under a layout of D replicas and T tensor ranks."""
 
-    source: Platform | Profile | None
+    source: Platform | Profile
     data: int
     tensor: int = 1
 
@@ -67,7 +71,7 @@ class Network:
 
     def rendezvous(self, ranks: int) -> Flow:
         """A small all-reduce of all ranks: latency only."""
-        link = self.source.between_nodes if isinstance(self.source, Platform) else _GUESSED
+        link = self.source.between_nodes if isinstance(self.source, Platform) else _loopback()
         return Flow(2 * math.ceil(math.log2(ranks)) * link.latency if ranks > 1 else 0.0)
 
     def half_duplex(self, level: str) -> bool:
@@ -77,9 +81,7 @@ class Network:
     def _flow(self, kind: Kind, members: int, stride: int, size: int, span: int) -> Flow:
         """`span` ranks, contiguous, hold the members; every `stride`-th of them is one, and the others' rings
         run beside this one."""
-        if not isinstance(self.source, Platform):
-            cost = collective(kind, "ring", members, size, _GUESSED)
-            return Flow(cost.alpha_s, cost.bytes_per_member / _GUESSED.bandwidth)
+        assert isinstance(self.source, Platform)
         per_node, within = self.source.devices_per_node, self.source.within_node
         if span <= per_node and within is not None:
             cost = collective(kind, "ring", members, size, within)
@@ -99,11 +101,11 @@ class Network:
         """From the measured group of nearest size; a ring's latency grows with its members."""
         sizes = {c.group_size for c in profile.communications if c.kind == kind}
         if not sizes:
-            return Flow(_GUESSED.latency, size / _GUESSED.bandwidth)
+            return Flow(_loopback().latency, size / _loopback().bandwidth)
         nearest = min(sizes, key=lambda n: (abs(n - members), n))
         measured = profile.communication(kind, nearest)
         alpha = measured.alpha * (members - 1) / (nearest - 1)
-        sent = collective(kind, "ring", members, size, _GUESSED).bytes_per_member
+        sent = collective(kind, "ring", members, size, _loopback()).bytes_per_member
         return Flow(alpha, sent / measured.bandwidth)
 
 

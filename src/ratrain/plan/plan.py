@@ -49,7 +49,7 @@ class Plan:
     operators     whose operators compute, one of OPERATORS
     devices       what was asked for; more than the layout has ranks stay idle
     budget        bytes that one device has for its process
-    runtime_base  bytes of them that a process holds before its model
+    runtime_base  bytes of them that a process holds beside its model and what a step needs (see Target.base)
     platform      what the costs and the budget are from
     forecast      what this is expected to need and to do
     why           the reasons, a sentence each
@@ -149,9 +149,18 @@ class Plan:
             gated=self.gated,
         )
 
-    def program(self, form: str = "steady") -> Program:
-        """The program of one step."""
-        return build(self.layout(), form, self.passes)
+    def program(self, form: str = "steady", micro_batches: int | None = None) -> Program:
+        """The program of one step, or of the same step with fewer micro-batches."""
+        layout = self.layout()
+        if micro_batches is not None:
+            layout = layout.with_(microbatches=min(self.micro_batches, micro_batches))
+        return build(layout, form, self.passes)
+
+    @property
+    def settled(self) -> int:
+        """Micro-batches after which a step only repeats itself: the pipeline has filled and drained once, and
+        `ahead` more have been recovered. In between every further one adds the same actions, one later."""
+        return 2 * self.pipeline + self.ahead + 1
 
     def require_model(self, spec: ModelSpec) -> None:
         """UserError if this plan is of another model."""

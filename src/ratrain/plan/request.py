@@ -9,9 +9,11 @@ from typing import Any
 from ratrain.config import AUTO, Config
 from ratrain.errors import UserError
 from ratrain.model.spec import ModelSpec
+from ratrain.plan.activations import ActivationModel
 from ratrain.plan.plan import Plan, check_batches, fingerprint
 from ratrain.plan.precision import Precision, resolve_precision
 from ratrain.plan.target import Target, load_target
+from ratrain.plan.tensor import tensor_slice
 from ratrain.program.layout import EMBED, HEAD, RUNGS, place
 from ratrain.program.passes import PASSES
 
@@ -59,6 +61,16 @@ class Request:
         }
         if self.policy is not None:
             given["rungs"] = resolve_policy(self.policy, layers)
+        precision = self.precision
+        activations = ActivationModel(
+            tensor_slice(spec, choices.get("tensor", 1)),
+            self.target.operators,
+            micro_batch,
+            self.seq_len,
+            precision.view_bytes,
+            precision.grad_bytes,
+            choices.get("slice_tokens", 0),
+        )
         return Plan(
             model=fingerprint(spec),
             tied=spec.tied,
@@ -75,7 +87,7 @@ class Request:
             operators=self.target.operators,
             devices=self.devices,
             budget=self.target.memory,
-            runtime_base=self.target.runtime_base,
+            runtime_base=self.target.base(activations),
             platform=self.target.name,
             **{**given, **choices},
         )

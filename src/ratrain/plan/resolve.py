@@ -65,4 +65,4 @@ def explicit(request: Request) -> Plan:
 
 def compute_of(request: Request) -> Compute:
     """What prices a request: its profile or its platform."""
-    return Compute(request.target.profile or request.target.platform, request.precision.view)
+    return Compute(request.target.source, request.precision.view)

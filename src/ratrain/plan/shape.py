@@ -18,10 +18,9 @@ from ratrain.plan.costs import with_tensor
 from ratrain.plan.memory import StateModel, activation_peak
 from ratrain.plan.network import Network
 from ratrain.plan.request import Request
+from ratrain.plan.target import LAYER
 from ratrain.plan.tensor import tensor_slice
 from ratrain.program.layout import EMBED, HEAD
-
-LAYER = "layer0"
 
 
 class Stage(NamedTuple):
@@ -88,7 +87,7 @@ class Shape:
             self.data,
             self.zero,
             self.request.target.operators,
-            self.request.target.runtime_base,
+            self.request.target.base(self.activations),
             self.activations.message,
             self.overlapped,
             self.gathers_ahead,
