@@ -10,6 +10,8 @@ from ratrain.config import MachineConfig, load_config
 from ratrain.machine.platform import load_platform
 from ratrain.model.spec import load_spec
 from ratrain.plan.compute import Compute
+from ratrain.plan.reproduce.rows import load_rows
+from ratrain.plan.reproduce.setting import calibrated
 from ratrain.plan.resolve import resolve
 from ratrain.plan.target import load_target
 
@@ -44,3 +46,9 @@ def test_this_machine_has_the_memory_that_the_system_says_shared() -> None:
 
 def test_an_unmeasured_machine_says_that_it_guesses() -> None:
     assert "ratrain profile" in Compute(load_platform("local"), "fp32").basis
+
+
+def test_the_shipped_efficiency_is_what_the_calibration_finds() -> None:
+    shipped = Compute(load_platform("mt3000"), "fp16").efficiency
+    fitted = calibrated(load_rows(), ROOT / "examples" / "models").compute.efficiency
+    assert fitted == pytest.approx(shipped, abs=5e-4)
