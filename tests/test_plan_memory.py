@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ratrain.errors import UserError
 from ratrain.model.spec import ModelSpec
 from ratrain.plan.activations import ActivationModel
 from ratrain.plan.memory import (
@@ -19,6 +21,8 @@ from ratrain.plan.plan import uniform_rungs
 from ratrain.plan.precision import Precision
 from ratrain.program.layout import RUNGS
 from ratrain.program.memory import in_flight, peak
+from ratrain.program.passes import PASSES
+from ratrain.run_folder import check_programs
 from test_plan_plan import make_plan, tiny_spec
 
 SPEC = tiny_spec()
@@ -130,3 +134,15 @@ def test_fused_operators_save_less() -> None:
     tokens, kv = 64, SPEC.kv_width
     vectors = 4 * SPEC.hidden + 2 * SPEC.query_width + 2 * kv + 3 * SPEC.intermediate
     assert model.saved("layer0", "keep") == tokens * vectors * 2 + SPEC.heads * tokens * 4
+
+
+@pytest.mark.parametrize("passes", [(), tuple(PASSES)])
+def test_a_settled_step_is_refused_for_the_same_budget_as_the_whole(passes: tuple[str, ...]) -> None:
+    spec = tiny_spec(num_hidden_layers=8)
+    plan = make_plan(spec, layers=(3, 3, 2), global_batch=40, passes=passes, ahead=1)
+    need = max(memory.total for memory in breakdown(spec, plan))
+    for whole in (True, False):
+        check_programs(plan.with_(budget=need), spec, whole=whole)
+        with pytest.raises(UserError, match=f"needs {need} bytes"):
+            check_programs(plan.with_(budget=need - 1), spec, whole=whole)
+    assert plan.settled < plan.micro_batches
