@@ -22,6 +22,7 @@ COMMANDS = {
     "data": "prepare a corpus",
     "export": "write a checkpoint as a Hugging Face model folder",
     "report": "account of a run as HTML",
+    "reproduce": "the paper's tables beside ours, with figures",
     "mt3000": "tiles, traffic and rate of an operator on the MT-3000",
 }
 """Command name to its line of help; the module `ratrain.commands.<name>` has `register` and `run`."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+
+from ratrain.config import format_bytes
 
 READINGS = {
     "calibrated": "the one factor was fitted to this number",
@@ -14,11 +18,25 @@ READINGS = {
 }
 
 
+UNITS: Mapping[str, Callable[[float], str]] = MappingProxyType(
+    {
+        "s": lambda value: f"{value:,.2f} s",
+        "bytes": lambda value: format_bytes(round(value)),
+        "x": lambda value: f"{value:.3f}x",
+        "%": lambda value: f"{100 * value:.4g} %",
+        "clusters": lambda value: f"{value:g}",
+    }
+)
+"""How a value of each unit is printed; "%" holds a share of 1."""
+
+HEADER = ("row", "quantity", "ours", "the paper's", "ratio", "reading", "other degrees", "notes")
+
+
 @dataclass(frozen=True)
 class Cell:
     """One number of ours beside the paper's.
 
-    unit       "s", "bytes", "x", "%" (a share of 1), "clusters"
+    unit       one of UNITS
     ours       None: does not fit; `note` says by how much
     paper      None: not published, or not known to us
     reading    one of READINGS
@@ -47,6 +65,22 @@ class Cell:
         if self.low is None or self.high is None or self.paper is None:
             return None
         return self.low <= self.paper <= self.high
+
+    def words(self) -> tuple[str, ...]:
+        """As text, under HEADER."""
+        show = UNITS[self.unit]
+
+        def text(value: float | None) -> str:
+            return "" if value is None else show(value)
+
+        degrees = ""
+        if self.low is not None and self.high is not None:
+            degrees = f"{show(self.low)} to {show(self.high)}"
+            if self.brackets is not None:
+                degrees += ", holds it" if self.brackets else ", does not hold it"
+        ratio = "" if self.ratio is None else f"{self.ratio:.3f}"
+        ours = "does not fit" if self.ours is None else text(self.ours)
+        return (self.row, self.quantity, ours, text(self.paper), ratio, self.reading, degrees, self.note)
 
     def to_json(self) -> dict[str, Any]:
         """A plain form."""

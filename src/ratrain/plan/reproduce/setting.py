@@ -10,7 +10,7 @@ from typing import Any
 
 from ratrain.config import parse_config
 from ratrain.errors import UserError
-from ratrain.machine.platform import load_platform
+from ratrain.machine.platform import Platform, load_platform
 from ratrain.model.spec import ModelSpec, load_spec
 from ratrain.plan.compute import Compute
 from ratrain.plan.plan import Plan
@@ -38,6 +38,13 @@ class Setting:
         """The model of that name, or path; UserError if there is none."""
         known = self.models / model
         return _spec(known if known.exists() else Path(model))
+
+    @property
+    def budget(self) -> int:
+        """Bytes that one device has."""
+        platform = self.compute.source
+        assert isinstance(platform, Platform) and platform.device.memory is not None
+        return int(platform.device.memory)
 
     def request(self, model: str, devices: int, global_batch: int, **degrees: int | None) -> Request:
         """A request on the platform; a degree of None is left open."""

@@ -21,6 +21,9 @@ from ratrain.program.passes import PASSES
 PAPERS = "paper"
 """The recipe that is the paper's own schedule."""
 
+OF_PEAK = ", peak"
+"""Ends the quantity of a recipe's peak; that of its step is the recipe's name."""
+
 
 def published(setting: Setting) -> Table:
     """Every published step, then what the paper's schedule gains over each baseline of the same row."""
@@ -58,23 +61,24 @@ def models(setting: Setting) -> Table:
     cells = []
     for row in setting.rows.model:
         for name in NAMES:
-            cells.append(_recipe_cell(setting, row, name))
+            cells += _recipe_cells(setting, row, name)
         freedom: Mapping[str, dict[str, int | None]] = {"any P": {"zero": 2, "tensor": 1}, "any layout": {}}
         for what, degrees in freedom.items():
             plan = setting.plan(RATRAIN, row.model, row.devices, row.global_batch, **degrees)
-            cells.append(_step_cell(row.model, f"ratrain, {what}", plan, None, "predicted"))
+            cells += _step_and_peak(row.model, f"ratrain, {what}", plan, "predicted")
+    cells.sort(key=lambda cell: cell.unit == "bytes")  # steps of all models, then peaks
     words = [f"{row.model}: {row.devices} clusters, {row.assumed}" for row in setting.rows.model]
     words += [f"{name}: {fixed.summary}" for name, fixed in RECIPES.items()]
     return Table("models", "Every recipe on every model", tuple(cells), tuple(words))
 
 
 def ablation(setting: Setting) -> Table:
-    """The paper's schedule with each lifecycle pass off, and with all: step over that with all on, and tail."""
+    """The paper's schedule with each lifecycle pass off, and with all: step and tail over those with all on."""
     cells = []
     for row in setting.rows.model:
         plan = setting.plan(PAPERS, row.model, row.devices, row.global_batch, pipeline=row.pipeline, tensor=1)
-        if plan.forecast is None or not plan.forecast.step:
-            continue
+        if plan.forecast is None or not plan.forecast.step or not plan.forecast.tail:
+            continue  # does not fit, or nothing is exposed
         where = f"{row.model}, {describe(plan)}"
         off: Mapping[str, tuple[str, ...]] = {
             **{f"without {name}": tuple(p for p in plan.passes if p != name) for name in plan.passes},
@@ -89,7 +93,7 @@ def ablation(setting: Setting) -> Table:
             assert timed is not None and timed.step is not None and timed.tail is not None
             step = timed.step / plan.forecast.step
             cells.append(Cell(where, f"{name}: step", "x", step, None, "assumed", note=note))
-            cells.append(Cell(where, f"{name}: tail", "s", timed.tail, None, "assumed"))
+            cells.append(Cell(where, f"{name}: tail", "x", timed.tail / plan.forecast.tail, None, "assumed"))
     words = ["The paper's numbers of this table are not known to us.", f"Passes: {', '.join(PASSES)}."]
     return Table("ablation", "Each lifecycle pass off", tuple(cells), tuple(words))
 
@@ -172,7 +176,7 @@ _TABLES: Mapping[str, Callable[[Setting], Table]] = MappingProxyType(
 TABLES = (*_TABLES, "error")
 
 
-def _recipe_cell(setting: Setting, row: ModelRow, name: str) -> Cell:
+def _recipe_cells(setting: Setting, row: ModelRow, name: str) -> list[Cell]:
     degrees: dict[str, int | None] = {"pipeline": row.pipeline, "tensor": 1}
     if name == "zero3-heavy":
         degrees = {"tensor": 1}
@@ -182,8 +186,16 @@ def _recipe_cell(setting: Setting, row: ModelRow, name: str) -> Cell:
     try:
         plan = setting.plan(name, row.model, row.devices, row.global_batch, **degrees)
     except UserError as error:
-        return Cell(row.model, name, "s", None, None, reading, note=str(error))
-    return _step_cell(row.model, name, plan, None, reading)
+        return [Cell(row.model, name, "s", None, None, reading, note=str(error))]
+    return _step_and_peak(row.model, name, plan, reading)
+
+
+def _step_and_peak(row: str, quantity: str, plan: Plan, reading: str) -> list[Cell]:
+    """What does not fit has a peak and no step."""
+    peak = Cell(
+        row, quantity, "bytes", _peak(plan), None, reading, note=f"budget {format_bytes(plan.budget)}"
+    )
+    return [_step_cell(row, quantity, plan, None, reading), peak]
 
 
 def _step_cell(row: str, quantity: str, plan: Plan, paper: float | None, reading: str) -> Cell:

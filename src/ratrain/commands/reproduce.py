@@ -1,0 +1,64 @@
+"""`ratrain reproduce`: the paper's tables beside ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ratrain.plan.reproduce.cells import Table
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("--only", action="append", metavar="TABLE", help="only this table; may be repeated")
+    parser.add_argument("--rows", type=Path, help="published rows, instead of the paper's own")
+    parser.add_argument(
+        "--models", type=Path, default=Path("examples/models"), help="folder of model configurations by name"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/reproduce"), help="folder for figures and page"
+    )
+    parser.add_argument("--json", action="store_true", help="print the tables as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    from ratrain.plan.reproduce.rows import PAPER, load_rows
+    from ratrain.plan.reproduce.setting import calibrated
+    from ratrain.plan.reproduce.tables import reproduce
+    from ratrain.report.reproduction import write_reproduction
+
+    setting = calibrated(load_rows(args.rows or PAPER), args.models)
+    tables = reproduce(setting, set(args.only) if args.only else None)
+    page = write_reproduction(setting, tables, args.out)
+    if args.json:
+        result = {"efficiency": setting.compute.efficiency, "tables": [table.to_json() for table in tables]}
+        print(json.dumps(result))
+        return 0
+    print(f"efficiency of computing, calibrated on one row: {setting.compute.efficiency:.4f}")
+    for table in tables:
+        print(f"\n{text(table)}")
+    print(f"\npage {page}")
+    return 0
+
+
+def text(table: Table) -> str:
+    """A table for people."""
+    from ratrain.plan.reproduce.cells import HEADER
+    from ratrain.report.table import render_table
+
+    rows = [cell.words() for cell in table.cells]
+    filled = [
+        i for i in range(len(HEADER)) if any(row[i] for row in rows)
+    ]  # columns without content are left out
+    header = [HEADER[i] for i in filled]
+    return "\n".join(
+        [
+            table.title,
+            render_table(header, [[row[i] for i in filled] for row in rows]),
+            *(f"  {words}" for words in table.words),
+        ]
+    )
