@@ -29,7 +29,7 @@ CHECKPOINT: Policy = MappingProxyType({"default": "inputs", "head": "inputs"})
 
 _STATE_PASSES = ("layerwise_sync", "update_prefetch")
 _WIDEST = 8
-"""Tensor ranks at most, where no platform says how many devices share a node."""
+"""Tensor ranks at most, where devices do not share nodes."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,15 @@ def _depths(fixed: Recipe, request: Request, tensor: int) -> list[int]:
 
 
 def _node(request: Request) -> int:
-    """Tensor ranks that fill a node and divide the model."""
+    """Tensor ranks that fill a node and divide the model; where devices are nodes of their own, as many as are
+    common."""
     platform = request.target.platform
-    most = min(request.devices, _WIDEST if platform is None else platform.devices_per_node)
-    return next((t for t in (8, 4, 2) if t <= most and divides(request.spec, t)), 1)
+    per_node = 1 if platform is None else platform.devices_per_node
+    most = min(request.devices, per_node if per_node > 1 else _WIDEST)
+    found = next((t for t in (8, 4, 2) if t <= most and divides(request.spec, t)), None)
+    if found is None:
+        raise UserError(
+            f"tp-heavy: no 2, 4 or 8 tensor ranks within {most} devices divide the model's heads and MLP columns; "
+            "set parallel.tensor"
+        )
+    return found

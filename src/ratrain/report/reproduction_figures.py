@@ -95,7 +95,7 @@ def scaling(table: Table) -> bytes | None:
         axes.plot(points, [100 * (c.ours or 0) for c in cells], marker=".", label=cause, **style)
     papers = [100 * (c.paper or 0) for c in published]
     axes.plot(points, papers, "o-", color=_PAPERS, lw=2.4, label="published")
-    axes.set_xticks(list(points), [cell.row for cell in published])
+    axes.set_xticks(list(points), [cell.row for cell in published], size=8)
     axes.set_ylabel("throughput per cluster, %")
     axes.legend(frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
@@ -112,7 +112,8 @@ def gantt(steps: BeforeAfter) -> bytes:
     for axes, (name, timeline) in zip(panels, steps.timelines.items()):
         used |= dict.fromkeys(_draw(axes, timeline, colours))
         axes.set_title(name, size=10, loc="left")
-    panels[-1].set_xlabel("seconds")
+    panels[0].set_xlim(left=0)
+    panels[-1].set_xlabel("seconds; collectives on the compute stream include waiting for the other ranks")
     from matplotlib.patches import Patch
 
     keys = [Patch(color=colours[kind], label=kind) for kind in colours if kind in used]
@@ -123,11 +124,12 @@ def gantt(steps: BeforeAfter) -> bytes:
 
 def _draw(axes: Any, timeline: Timeline, colours: dict[str, str]) -> set[str]:
     ranks = sorted({row.rank for row in timeline.rows})
+    begin = min(row.start for row in timeline.rows if row.action.kind is Kind.FORWARD)
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for row in timeline.rows:
         if row.stream == "compute" and row.end > row.start:
             key = (ranks.index(row.rank), row.action.kind.value)
-            bars.setdefault(key, []).append((row.start, row.end - row.start))
+            bars.setdefault(key, []).append((row.start - begin, row.end - row.start))
     for (y, kind), spans in bars.items():
         axes.broken_barh(spans, (y - 0.4, 0.8), color=colours[kind], lw=0)
     _rows(axes, [f"stage {n}" for n in range(len(ranks))], "")

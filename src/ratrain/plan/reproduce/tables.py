@@ -62,7 +62,10 @@ def models(setting: Setting) -> Table:
     for row in setting.rows.model:
         for name in NAMES:
             cells += _recipe_cells(setting, row, name)
-        freedom: Mapping[str, dict[str, int | None]] = {"any P": {"zero": 2, "tensor": 1}, "any layout": {}}
+        freedom: Mapping[str, dict[str, int | None]] = {
+            "ZeRO-2, any P": {"zero": 2, "tensor": 1},
+            "any layout": {},
+        }
         for what, degrees in freedom.items():
             plan = setting.plan(RATRAIN, row.model, row.devices, row.global_batch, **degrees)
             cells += _step_and_peak(row.model, f"ratrain, {what}", plan, "predicted")
