@@ -18,6 +18,7 @@ from ratrain.plan.recipes import NAMES, recipe
 from ratrain.plan.reproduce.cells import Cell, Table
 from ratrain.plan.reproduce.rows import PAPER, load_rows
 from ratrain.plan.reproduce.scaling import expected_longest, normal_extreme
+from ratrain.plan.reproduce.setting import calibrated
 from ratrain.plan.request import Request, read_request
 from ratrain.program.passes import PASSES
 
@@ -141,3 +142,8 @@ def test_damaged_rows_are_refused_in_one_line(change: tuple[str, str], message: 
 def test_missing_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         load_rows(tmp_path / "none.toml")
+
+
+def test_a_folder_without_the_models_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no model llama-2-7b in"):
+        calibrated(load_rows(), tmp_path)

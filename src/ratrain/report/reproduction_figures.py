@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratrain.plan.reproduce.before_after import BeforeAfter
 from ratrain.plan.reproduce.cells import Cell, Table
+from ratrain.plan.reproduce.scaling import REPORTED
 from ratrain.plan.reproduce.tables import OF_PEAK
 from ratrain.program.action import Kind
 from ratrain.program.timeline import Timeline
@@ -90,8 +91,9 @@ def scaling(table: Table) -> bytes | None:
     points = range(len(published))
     for cause in causes:
         cells = [cell for cell in table.cells if cell.quantity == cause]
-        main = cells[0].reading == "predicted"
-        style: dict[str, Any] = {"color": _OURS, "lw": 2.4} if main else {"lw": 1, "ls": "--"}
+        style: dict[str, Any] = (
+            {"color": _OURS, "lw": 2.4} if cause == str(REPORTED) else {"lw": 1, "ls": "--"}
+        )
         axes.plot(points, [100 * (c.ours or 0) for c in cells], marker=".", label=cause, **style)
     papers = [100 * (c.paper or 0) for c in published]
     axes.plot(points, papers, "o-", color=_PAPERS, lw=2.4, label="published")

@@ -69,8 +69,9 @@ def scaling(setting: Setting) -> Table:
                 rows[0], rows[0].step(setting.rows.sequence)
             )
             ours = _rate(row, seconds) / base
-            reading = "predicted" if cause == REPORTED else "assumed"
-            cells.append(Cell(row.name, str(cause), "%", ours, paper, reading, note=f"step {seconds:.2f} s"))
+            cells.append(
+                Cell(row.name, str(cause), "%", ours, paper, row.reading, note=f"step {seconds:.2f} s")
+            )
     words = (
         f"Seeds {SEEDS[0]} to {SEEDS[-1]}. Ours is {REPORTED}; the other lines show what a cause of that strength "
         "would do.",

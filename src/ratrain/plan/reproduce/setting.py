@@ -36,8 +36,12 @@ class Setting:
 
     def spec(self, model: str) -> ModelSpec:
         """The model of that name, or path; UserError if there is none."""
-        known = self.models / model
-        return _spec(known if known.exists() else Path(model))
+        found = next((path for path in (self.models / model, Path(model)) if path.exists()), None)
+        if found is None:
+            raise UserError(
+                f"no model {model} in {self.models}; name the folder of model configurations (--models)"
+            )
+        return _spec(found)
 
     @property
     def budget(self) -> int:

@@ -110,7 +110,9 @@ def memory(setting: Setting) -> Table:
             RATRAIN, row.model, row.devices, batch, pipeline=row.pipeline, zero=row.zero, tensor=1
         )
         cells.append(
-            Cell(row.name, "peak", "bytes", _peak(plan), row.bytes, _reading(row.assumed), note=_fit(plan))
+            Cell(
+                row.name, "peak", "bytes", _peak(plan), row.bytes, _reading(row.assumed), note=describe(plan)
+            )
         )
         fewest, nearest = row.devices, ""
         while fewest > 1:
@@ -185,19 +187,16 @@ def _recipe_cells(setting: Setting, row: ModelRow, name: str) -> list[Cell]:
         degrees = {"tensor": 1}
     elif name == "tp-heavy":
         degrees = {"pipeline": row.pipeline}
-    reading = "predicted" if name == RATRAIN else "assumed"
     try:
         plan = setting.plan(name, row.model, row.devices, row.global_batch, **degrees)
     except UserError as error:
-        return [Cell(row.model, name, "s", None, None, reading, note=str(error))]
-    return _step_and_peak(row.model, name, plan, reading)
+        return [Cell(row.model, name, "s", None, None, "assumed", note=str(error))]
+    return _step_and_peak(row.model, name, plan, "assumed")
 
 
 def _step_and_peak(row: str, quantity: str, plan: Plan, reading: str) -> list[Cell]:
     """What does not fit has a peak and no step."""
-    peak = Cell(
-        row, quantity, "bytes", _peak(plan), None, reading, note=f"budget {format_bytes(plan.budget)}"
-    )
+    peak = Cell(row, f"{quantity}{OF_PEAK}", "bytes", _peak(plan), None, reading)
     return [_step_cell(row, quantity, plan, None, reading), peak]
 
 
