@@ -15,6 +15,7 @@ from ratrain.plan.reproduce.cells import Cell, Table
 from ratrain.plan.reproduce.rows import ModelRow, StepRow
 from ratrain.plan.reproduce.scaling import scaling
 from ratrain.plan.reproduce.setting import Setting, describe, step_of
+from ratrain.plan.reproduce.trivial import trivial_step
 from ratrain.plan.simulated import with_time
 from ratrain.program.passes import PASSES
 
@@ -33,6 +34,9 @@ def published(setting: Setting) -> Table:
     for row in rows.step:
         plan, times = setting.plan_of(row), _steps(readings[row.name])
         cell = _step_cell(row.name, "step", plan, row.step(rows.sequence), row.reading)
+        if not row.calibrates:
+            off = trivial_step(setting, row) / row.step(rows.sequence)
+            cell = replace(cell, note=f"{cell.note}; trivial model {off:.3f}")
         steps[row.name] = _ranged(cell, times)
     cells = list(steps.values())
     for row in rows.step:
@@ -53,6 +57,9 @@ def published(setting: Setting) -> Table:
             gains = [step / mine.ours for step in _steps(readings[row.name]) if mine.ours]
         cells.append(_ranged(cell, gains))
     words = [f"{row.name}: {row.assumed}" for row in rows.step if row.assumed]
+    words.append(
+        "Trivial model: one rate and the 1F1B bubble of equal stages, fitted to the same row; its ratio."
+    )
     return Table("published", "Published steps, and the gain over each baseline", tuple(cells), tuple(words))
 
 
