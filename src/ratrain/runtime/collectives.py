@@ -57,12 +57,18 @@ class RankOrderReducer:
         return own
 
     def all_gather(self, buffer: Tensor) -> None:
-        """Fills the 1-D `buffer` with every member's slice, in place."""
+        """Fills the 1-D `buffer` with every member's slice, in place.
+
+        Also made of transfers, straight into place: gloo's all-gather sends no more bytes, but took 1.5 times
+        as long on a 450 Mbit/s link, because a round waits for the one before it.
+        """
         if self.group is None:
             return
-        count = buffer.numel() // self.size
-        own = buffer[self.me * count : (self.me + 1) * count]
-        dist.all_gather_single(buffer, own, group=self.group)
+        slices = buffer.view(self.size, -1).unbind(0)
+        peers = [k for k in range(self.size) if k != self.me]
+        self._exchange(
+            [slices[k] for k in peers], [slices[self.me]] * len(peers), [self.ranks[k] for k in peers]
+        )
 
     def all_reduce(self, buffer: Tensor) -> None:
         """Sum over all members in rank order, in place; bitwise the slices that `reduce_scatter` gives."""
