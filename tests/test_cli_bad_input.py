@@ -95,7 +95,7 @@ def test_a_good_run_is_accepted_and_its_folder_is_whole(bench: Bench) -> None:
     assert "plan P=2 D=2 ZeRO-1, layers 2/2, micro-batch 2 x 2" in bench.accepted()
     assert bench.launched == [4]
     assert {p.name for p in (bench.folder / "run").iterdir()} == {
-        "run.toml", "plan.json", "model.json", "setup.json", "tokenizer",
+        "run.toml", "plan.json", "model.json", "setup.json", "forecast.json", "tokenizer",
     }  # fmt: skip
 
 
