@@ -32,7 +32,7 @@ PROMISED = {
 def test_it_holds_what_is_promised_and_nothing_half_written(trained: Trained) -> None:
     names = {p.name for p in trained.run.iterdir()}
     assert names >= PROMISED
-    assert names - PROMISED == {"model.json", "setup.json", "tokenizer"}
+    assert names - PROMISED == {"model.json", "setup.json", "forecast.json", "tokenizer"}
     assert not [p for p in trained.run.rglob("*") if "partial" in p.name or p.name.startswith(".shared")]
 
 
