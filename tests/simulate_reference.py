@@ -135,11 +135,17 @@ class Reference:
     def _pace(self, job: Running) -> Fraction:
         flowing = [other for other in self.running if other.flows]
         if job.flows:
-            return min(
+            pace = min(
                 Fraction(self.network.capacity[port]) / sum(port in o.loads for o in flowing) / size
                 for port, size in job.loads.items()
             )
-        s, _, action = job.members[0]
+            computing = {lane for o in self.running if self._computes(o) for lane, _, _ in o.members}
+            dragged = any(lane in computing for lane, _, _ in job.members)
+            return pace / Fraction(self.network.drag) if dragged else pace
+        s, _, _ = job.members[0]
         slow = any(w[0] == s for other in flowing for w in other.members)
-        on_compute = action in self.program.lane(s)["compute"] and meeting(action, 0) is None
-        return 1 / Fraction(self.network.slowdown) if slow and on_compute else Fraction(1)
+        return 1 / Fraction(self.network.slowdown) if slow and self._computes(job) else Fraction(1)
+
+    def _computes(self, job: Running) -> bool:
+        s, _, action = job.members[0]
+        return action in self.program.lane(s)["compute"] and meeting(action, 0) is None

@@ -32,6 +32,7 @@ PROFILE = Profile(
     runtime_base_memory=4e8,
     communications=(Communication("all_gather", 2, 1e-4, 1e9),),
     slowdown_under_communication=1.2,
+    drag_under_compute=1.5,
 )
 
 
@@ -45,7 +46,7 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(version=99), "not of version 1"),
+        (lambda c: c.update(version=99), "not of version 2"),
         (lambda c: c.update(optimiser_rate=1), "did you mean 'optimizer_rate'"),
         (lambda c: c.pop("blocks"), "blocks is missing"),
         (lambda c: c["blocks"][0].update(forward="fast"), "blocks[0], forward: expected number"),
@@ -53,6 +54,7 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         (lambda c: c["blocks"][0].update(backward=-1), "at least 0"),
         (lambda c: c["blocks"][0].update(model="other"), "'other'"),
         (lambda c: c.update(slowdown_under_communication=0.5), "at least 1"),
+        (lambda c: c.update(drag_under_compute=0.5), "at least 1"),
     ],
 )
 def test_a_damaged_profile_is_refused_in_one_line(tmp_path: Path, change: Any, message: str) -> None:
@@ -109,12 +111,12 @@ def _rank(rank: int, rendezvous: str, answers: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from ratrain.machine.measure_links import measure_links, measure_slowdown
+    from ratrain.machine.measure_links import measure_interference, measure_links
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     found = measure_links((2,), sizes=(4_096, 262_144), rounds=2)
-    answers.put((found, measure_slowdown(rounds=2)))
+    answers.put((found, measure_interference(rounds=2)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -129,7 +131,7 @@ def test_links_between_two_processes_are_measured_alike_on_both(tmp_path: Path) 
     for process in ranks:
         process.join(timeout=30)
     assert first == second
-    communications, slowdown = first
+    communications, (slowdown, drag) = first
     assert [c.kind for c in communications] == ["p2p", "reduce_scatter", "all_gather", "all_reduce"]
     assert all(c.bandwidth > 1e6 and c.alpha >= 0 for c in communications)
-    assert slowdown >= 1
+    assert slowdown >= 1 and drag >= 1

@@ -116,6 +116,10 @@ def test_baichuan2_types_are_told_apart_by_their_positions() -> None:
         ({"attention_dropout": 1.0}, "attention_dropout is 1.0"),
         ({"max_position_embeddings": "far"}, "max_position_embeddings is 'far'"),
         ({"pad_token_id": 256}, "pad_token_id is 256"),
+        (
+            {"rope_scaling": {"type": "wavy", "factor": 2}},
+            "rope type is 'wavy'; expected one of default, linear",
+        ),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; expected a number"),
         ({"architectures": ["BaichuanForCausalLM"], "vocab_size": 64000}, "first generation"),
     ],

@@ -38,6 +38,7 @@ def profile(**changes: Any) -> Profile:
         "runtime_base_memory": 1.0,
         "communications": links,
         "slowdown_under_communication": 1.2,
+        "drag_under_compute": 1.5,
     }
     return Profile(**(values | changes))  # type: ignore[arg-type]
 
@@ -61,6 +62,19 @@ def test_measured_blocks_are_scaled_by_operations() -> None:
     assert scaled.recover["mlp"] == pytest.approx(ratio), "not measured: at most a whole forward"
     with pytest.raises(UserError, match="no bf16 blocks"):
         Compute(profile(), "bf16")
+
+
+def test_a_shape_between_two_measured_ones_is_a_power_of_its_size() -> None:
+    wide, middle = tiny_spec(hidden_size=128), tiny_spec(hidden_size=96)
+    sizes = [spec.forward_flops("layer0", 1, 64) for spec in (SPEC, middle, wide)]
+    times = [
+        BlockTime(name, "layer0", "keep", 1, 64, "fp32", size**0.8, 0.0, 2 * size**0.9)
+        for name, size in (("m", sizes[0]), ("w", sizes[2]))
+    ]
+    compute = Compute(profile(models={"m": SPEC.raw, "w": wide.raw}, blocks=tuple(times)), "fp32")
+    found = compute.block(middle, "layer0", 1, 64)
+    assert found.forward == pytest.approx(sizes[1] ** 0.8)
+    assert found.backward == pytest.approx(2 * sizes[1] ** 0.9)
 
 
 def test_measured_links() -> None:

@@ -54,10 +54,10 @@ def _of_rank(rows: Sequence[Row]) -> Overhead:
         if row.waited_for is None:
             between += row.start - clock
         else:
-            # The awaited action is this step's, or of the step before.
+            # The awaited action is this step's, or of the step before, and ended during the wait. A float that
+            # was pulled forward names what its stream waited for, which is still not done.
             awaited = [ends.get((step, row.waited_for)) for step in (row.step, row.step - 1)]
-            found = [end for end in awaited if end is not None and end <= row.start]
-            released = max([clock, *found]) if found else row.start
+            released = max((end for end in awaited if end and clock < end <= row.start), default=row.start)
             waiting += released - clock
             waking += row.start - released
         if row.action.kind in _BOOKKEEPING:

@@ -67,4 +67,6 @@ def _explain(error: OSError, folder: Path, aside: Path) -> UserError | None:
         )
     if error.errno in _NO_ENTRY:
         return UserError(f"cannot write {folder} ({error.strerror}); choose a folder that can be written")
+    if error.errno == errno.ENOENT and str(error.filename).startswith(str(aside)):
+        return UserError(f"{folder} was removed while it was being written; leave it alone and start again")
     return None

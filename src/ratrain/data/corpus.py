@@ -186,7 +186,8 @@ class _BadRecord(Exception):
 
     def as_user_error(self, file: Path) -> UserError:
         return UserError(
-            f"{file}, line {self.line}: {self.what}; mend it, or pass over such records (skip bad)"
+            f"{file}, line {self.line}: {self.what}; mend it, or pass over such records "
+            "(data.skip_bad = true, --skip-bad)"
         )
 
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratrain.machine.measure_links import measure_links, measure_slowdown
+from ratrain.machine.measure_links import measure_interference, measure_links
 from ratrain.machine.profile import BlockTime, Origin, Profile
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def measure_machine(
         for name, spec in models.items()
         for time in measure_blocks(spec, name, micro_batches, seq_len, dtype=dtype)
     ]
+    slowdown, drag = measure_interference() if world > 1 else (1.0, 1.0)
     return Profile(
         origin=origin(world),
         models={name: spec.raw for name, spec in models.items()},
@@ -58,7 +59,8 @@ def measure_machine(
         optimizer_rate=measure_optimizer_rate(),
         runtime_base_memory=measure_base_memory(),
         communications=measure_links(range(2, world + 1)) if world > 1 else (),
-        slowdown_under_communication=measure_slowdown() if world > 1 else 1.0,
+        slowdown_under_communication=slowdown,
+        drag_under_compute=drag,
     )
 
 

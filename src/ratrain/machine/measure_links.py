@@ -5,8 +5,10 @@ compute under communication. Imports torch when called; every rank calls the sam
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +24,8 @@ KINDS: tuple[Kind, ...] = ("p2p", "reduce_scatter", "all_gather", "all_reduce")
 SIZES = (4_096, 65_536, 524_288, 4_194_304)
 _IDEAL = Link(latency=0.0, bandwidth=1.0)
 _MATMUL = 512
+_ALONE = 16
+"""Matmuls without company."""
 _BUSY_ELEMENTS = 4_000_000
 
 
@@ -56,25 +60,41 @@ def fit_line(sent: Sequence[float], seconds: Sequence[float]) -> tuple[float, fl
     return float(alpha), float(1 / slope)
 
 
-def measure_slowdown(rounds: int = 5) -> float:
-    """How much longer a matmul takes while an all-gather over all ranks runs beside it; at least 1."""
+def measure_interference(rounds: int = 7) -> tuple[float, float]:
+    """How much longer a matmul takes beside an all-gather over all ranks, and how much longer that all-gather
+    takes beside matmuls; each at least 1, the slowest rank's median. A thread runs the transfer, as in a run.
+    """
     import torch
     import torch.distributed as dist
 
     left = torch.randn(_MATMUL, _MATMUL)
-    shard = torch.zeros(_BUSY_ELEMENTS // dist.get_world_size())
-    gathered = torch.empty(shard.numel() * dist.get_world_size())
-    ratios = []
+    world = dist.get_world_size()
+    gather = _operation("all_gather", world, torch.zeros(_BUSY_ELEMENTS), dist.get_rank(), dist.new_group())
+    gather()
+    compute, transfer = [], []
     for _ in range(rounds):
         dist.barrier()
-        alone = _matmul_seconds(left, lambda count: count < 8)
-        work: Any = dist.all_gather_single(gathered, shard, async_op=True)
-        beside = _matmul_seconds(left, lambda count, work=work: not work.is_completed() and count < 200)  # type: ignore[misc]
-        work.wait()
-        ratios.append(beside / alone)
-    slowest = torch.tensor(statistics.median(ratios))
+        gather_alone = _seconds(gather)
+        dist.barrier()
+        matmul_alone = _matmul_seconds(left, lambda count: count < _ALONE)
+        dist.barrier()
+        took: list[float] = []
+        thread = threading.Thread(target=lambda took=took: took.append(_seconds(gather)))  # type: ignore[misc]
+        thread.start()
+        matmul_beside = _matmul_seconds(left, lambda _: thread.is_alive())  # noqa: B023
+        thread.join()
+        compute.append(matmul_beside / matmul_alone)
+        transfer.append(took[0] / gather_alone)
+    slowest = torch.tensor([statistics.median(compute), statistics.median(transfer)])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return max(1.0, float(slowest))
+    first, second = slowest.tolist()
+    return max(1.0, first), max(1.0, second)
+
+
+def _seconds(operation: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    operation()
+    return time.perf_counter() - begin
 
 
 def _matmul_seconds(left: Tensor, again: Callable[[int], bool]) -> float:
@@ -107,39 +127,17 @@ def _timed(kind: Kind, n: int, size: int, group: Any, rounds: int) -> float:
     return statistics.median(samples)
 
 
-def _operation(kind: Kind, n: int, buffer: Tensor, rank: int, group: Any) -> Callable[[], None]:
-    import torch
-    import torch.distributed as dist
+def _operation(kind: Kind, n: int, buffer: Tensor, rank: int, group: Any) -> Callable[[], object]:
+    """What a run does: the runtime's own collectives, and messages both ways at once, as neighbours send."""
+    from ratrain.runtime.collectives import RankOrderReducer
 
-    shards = buffer.chunk(n)
-    if kind == "all_reduce":
-        return lambda: _none(dist.all_reduce(buffer, group=group))
-    if kind == "all_gather":
-        shard = shards[rank].clone()
-        return lambda: _none(dist.all_gather_single(buffer, shard, group=group))
-    others = [peer for peer in range(n) if peer != rank]
+    reducer = RankOrderReducer(group)
     if kind == "p2p":
-        # Both directions at once, as neighbouring stages use the link.
-        sends, receives = (
-            {peer: buffer for peer in others},
-            {peer: torch.empty_like(buffer) for peer in others},
-        )
-    else:
-        sends = {peer: shards[peer] for peer in others}
-        receives = {peer: torch.empty_like(shards[rank]) for peer in others}
-
-    def exchange() -> None:
-        # Receives first: gloo's sends wait for the peer to have posted one.
-        works: list[Any] = [dist.irecv(receives[peer], peer, group=group) for peer in others]
-        works += [dist.isend(sends[peer], peer, group=group) for peer in others]
-        for work in works:
-            work.wait()
-        if kind == "reduce_scatter":
-            for peer in others:
-                shards[rank].add_(receives[peer])
-
-    return exchange
-
-
-def _none(_: object) -> None:
-    return None
+        incoming = buffer.clone()
+        return lambda: reducer.exchange([incoming], [buffer], [1 - rank])
+    operations: dict[Kind, Callable[[Tensor], object]] = {
+        "reduce_scatter": reducer.reduce_scatter,
+        "all_gather": reducer.all_gather,
+        "all_reduce": reducer.all_reduce,
+    }
+    return partial(operations[kind], buffer)

@@ -19,7 +19,7 @@ from typing import Any
 from ratrain.errors import UserError
 from ratrain.machine.units import nearest
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Communication:
 class Profile:
     """All measurements of one machine; `models` holds the config.json of every model named in `blocks`.
 
-    `slowdown_under_communication` multiplies compute time while a collective runs (1 if measured alone).
+    `slowdown_under_communication` multiplies compute time while a collective runs, `drag_under_compute` the
+    collective's while its ranks compute (both 1 if measured alone).
     `runtime_base_memory` is what a process holds before its model.
     """
 
@@ -84,15 +85,14 @@ class Profile:
     runtime_base_memory: float
     communications: tuple[Communication, ...]
     slowdown_under_communication: float
+    drag_under_compute: float
 
     def __post_init__(self) -> None:
         for time in self.blocks:
             if time.model not in self.models:
                 raise UserError(f"profile: blocks name model {time.model!r}, which models does not hold")
-        if self.slowdown_under_communication < 1 or self.optimizer_rate <= 0:
-            raise UserError(
-                "profile: optimizer_rate must be above 0 and slowdown_under_communication at least 1"
-            )
+        if min(self.slowdown_under_communication, self.drag_under_compute) < 1 or self.optimizer_rate <= 0:
+            raise UserError("profile: optimizer_rate must be above 0, slowdown and drag at least 1")
 
     def communication(self, kind: str, group_size: int) -> Communication:
         """The measurement of a kind and group size; UserError names what was measured."""

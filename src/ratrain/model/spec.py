@@ -29,6 +29,8 @@ _ARCHITECTURES: dict[str, Family] = {
     "BaichuanForCausalLM": "baichuan",
 }
 _SUPPORTED = ", ".join(_ARCHITECTURES)
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+"""Rotary scalings that transformers' own layers compute."""
 # What the Hugging Face configuration classes assume when config.json leaves the key out.
 _DEFAULT_MAX_POSITIONS: dict[Family, int | None] = {
     "llama": 2048,
@@ -284,6 +286,9 @@ class _Reader:
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling")
         if rope is not None and not isinstance(rope, Mapping):
             raise self.fail(f"rope_parameters is {rope!r}; expected an object")
+        scaling = (rope or {}).get("rope_type", (rope or {}).get("type", "default"))
+        if scaling not in _ROPE_TYPES:
+            raise self.fail(f"rope type is {scaling!r}; expected one of {', '.join(_ROPE_TYPES)}")
         vocab = self.size("vocab_size")
         biased = bool(self.config.get("attention_bias", False)) and family == "llama"
         max_positions = _DEFAULT_MAX_POSITIONS[family]

@@ -1,12 +1,13 @@
 """Seconds that computing takes on one device: of a block's forward, backward and recovery, and of updates.
 
-Three sources, in this order of trust: a profile (measured blocks, scaled by floating-point operations to
-shapes that were not measured), the MT-3000 operator model, and a platform's rates.
+Three sources, in this order of trust: a profile (measured blocks, and shapes between them), the MT-3000
+operator model, and a platform's rates.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -188,7 +189,7 @@ def scaled(block: BlockSeconds, times: float) -> BlockSeconds:
 
 
 class _Measured:
-    """Blocks as a profile measured them, the nearest shape scaled by floating-point operations."""
+    """Blocks as a profile measured them; other sizes by their floating-point operations."""
 
     def __init__(self, profile: Profile, dtype: str) -> None:
         self.specs = {name: ModelSpec.from_dict(config, name) for name, config in profile.models.items()}
@@ -203,37 +204,49 @@ class _Measured:
         window = spec.windows[int(block[5:])] if kind == "layer" else None
         key = (spec, kind, window, micro_batch, seq_len)
         if key not in self.known:
-            flops = _flops_or_bytes(spec, block, micro_batch, seq_len)
-            by_rung = {rung: self._nearest(kind, rung, flops, micro_batch) for rung in RUNGS}
+            by_rung = {rung: self._at(spec, block, kind, rung, micro_batch, seq_len) for rung in RUNGS}
             kept = by_rung["keep"] or next((t for t in by_rung.values() if t), None)
             if kept is None:
                 raise UserError(f"the profile has no {kind} block; profile again")
-            time, scale = kept
-            unknown = 0.0 if kind == "embed" else time.forward * scale  # a whole forward is the most it takes
+            unknown = 0.0 if kind == "embed" else kept[0]  # a whole forward is the most it takes
             recover: dict[str, float] = {
-                rung: found[0].recover * found[1] if found else unknown for rung, found in by_rung.items()
+                rung: found[1] if found else unknown for rung, found in by_rung.items()
             }
             recover["keep"] = 0.0
-            self.known[key] = BlockSeconds(
-                time.forward * scale, time.backward * scale, MappingProxyType(recover)
-            )
+            self.known[key] = BlockSeconds(kept[0], kept[2], MappingProxyType(recover))
         return self.known[key]
 
-    def _nearest(
-        self, kind: str, rung: str, flops: float, micro_batch: int
-    ) -> tuple[BlockTime, float] | None:
-        """The measured block of that kind and rung whose size is nearest, and by what to scale it."""
-        scales = []
-        for time in self.times:
-            if time.block.startswith(kind) and time.rung == rung:
-                scale = flops / _flops_or_bytes(
-                    self.specs[time.model], _block(time.block), time.micro_batch, time.seq_len
-                )
-                scales.append((max(scale, 1 / scale), abs(time.micro_batch - micro_batch), scale, time))
-        if not scales:
+    def _at(
+        self, spec: ModelSpec, block: str, kind: str, rung: str, micro_batch: int, seq_len: int
+    ) -> tuple[float, float, float] | None:
+        """Forward, recovery and backward of a block of that kind on that rung, from the measured sizes around
+        its own: between two of them time is a power of size, beyond them it is in proportion.
+        """
+        measured = [t for t in self.times if t.block.startswith(kind) and t.rung == rung]
+        # Many short rows and few long ones are different work: the same batch where there is one.
+        alike = [t for t in measured if (t.micro_batch, t.seq_len) == (micro_batch, seq_len)] or measured
+        sizes = {
+            _flops_or_bytes(self.specs[t.model], _block(t.block), t.micro_batch, t.seq_len): t for t in alike
+        }
+        if not sizes:
             return None
-        _, _, scale, time = min(scales, key=lambda entry: entry[:2])
-        return time, scale
+        size = _flops_or_bytes(spec, block, micro_batch, seq_len)
+        below = max((known for known in sizes if known <= size), default=min(sizes))
+        above = min((known for known in sizes if known >= size), default=max(sizes))
+        low, high = _times(sizes[below]), _times(sizes[above])
+        if below == above:
+            forward, recover, backward = (t * size / below for t in low)
+        else:
+            share = math.log(size / below) / math.log(above / below)
+            forward, recover, backward = (
+                math.exp((1 - share) * math.log(t) + share * math.log(u)) if t and u else t
+                for t, u in zip(low, high)
+            )
+        return forward, recover, backward
+
+
+def _times(time: BlockTime) -> tuple[float, float, float]:
+    return time.forward, time.recover, time.backward
 
 
 @cache

@@ -42,14 +42,15 @@ class Costs:
     def ports(self) -> Ports:
         """Every port, and how much a transfer slows computing down."""
         source = self.compute.source
-        slowdown = 1.0
+        slowdown, drag = 1.0, 1.0
         if isinstance(source, Platform):
             slowdown = source.device.slowdown_under_communication
         elif isinstance(source, Profile):
-            slowdown = source.slowdown_under_communication
+            slowdown, drag = source.slowdown_under_communication, source.drag_under_compute
         stages = range(self.plan.pipeline)
         directions = ("out", "in", "both")
-        return Ports({(level, s, d): 1.0 for level in LEVELS for s in stages for d in directions}, slowdown)
+        capacity = {(level, s, d): 1.0 for level in LEVELS for s in stages for d in directions}
+        return Ports(capacity, slowdown, drag)
 
     def block(self, name: str) -> BlockSeconds:
         """Seconds of a block, its tensor-parallel all-reduces included."""

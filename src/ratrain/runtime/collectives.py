@@ -43,7 +43,7 @@ class RankOrderReducer:
         rows = self._buffers(self.size - 1, count, wire, buffer.device)
         peers = [k for k in range(self.size) if k != self.me]
         outgoing = [buffer[k * count : (k + 1) * count].to(wire) for k in peers]
-        self._exchange(rows, outgoing, [self.ranks[k] for k in peers])
+        self.exchange(rows, outgoing, [self.ranks[k] for k in peers])
         if wire != buffer.dtype:
             own.copy_(own.to(wire))  # every rank's addend is rounded alike, so that all agree on the sum
         before, after = rows[: self.me], rows[self.me :]
@@ -66,7 +66,7 @@ class RankOrderReducer:
             return
         slices = buffer.view(self.size, -1).unbind(0)
         peers = [k for k in range(self.size) if k != self.me]
-        self._exchange(
+        self.exchange(
             [slices[k] for k in peers], [slices[self.me]] * len(peers), [self.ranks[k] for k in peers]
         )
 
@@ -80,10 +80,10 @@ class RankOrderReducer:
         if self.group is None:
             return
         (incoming,) = self._buffers(1, piece.numel(), piece.dtype, piece.device)
-        self._exchange([incoming], [piece], [self.ranks[1 - self.me]])
+        self.exchange([incoming], [piece], [self.ranks[1 - self.me]])
         piece += incoming
 
-    def _exchange(self, incoming: list[Tensor], outgoing: list[Tensor], ranks: list[int]) -> None:
+    def exchange(self, incoming: list[Tensor], outgoing: list[Tensor], ranks: list[int]) -> None:
         """One tensor from and one to each of `ranks`. Receives first: a gloo send waits for its receive."""
         works = [dist.irecv(t, src=rank, group=self.group) for t, rank in zip(incoming, ranks)]
         works += [dist.isend(t, dst=rank, group=self.group) for t, rank in zip(outgoing, ranks)]

@@ -36,6 +36,7 @@ on its micro-batch. Never asked about RELEASE, which is free."""
 class Network:
     """capacity  bytes/s of every port named in a load
     slowdown  multiplies a rank's local compute time while one of its transfers flows (1: none)
+    drag      multiplies a transfer's time while one of its members computes (1: none)
 
     A port divides equally among the transfers on it; a transfer runs at the pace of its slowest port, and
     what it leaves unused of another goes to nobody.
@@ -43,6 +44,7 @@ class Network:
 
     capacity: Mapping[Port, float]
     slowdown: float = 1.0
+    drag: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ def run(
     load: Floats,
     capacity: Floats,
     slowdown: float,
+    drag: float,
     first_forward: Ints,
 ) -> tuple[bool, Floats, Floats, Longs, Longs]:
     """Runs until every lane has begun its last step and all steps before it are over; a single step to its
@@ -91,6 +92,7 @@ def run(
     )
     flows = np.zeros(lanes, np.int64)
     remaining, since, rate = np.zeros(2 * queues), np.zeros(2 * queues), np.ones(2 * queues)
+    fair = np.zeros(queues)  # pace of the meeting in a slot as its ports allow
     when = np.zeros(2 * queues)
     heap, place = np.zeros(2 * queues, np.int64), np.full(2 * queues, -1, np.int64)
     n_heap = 0
@@ -267,6 +269,21 @@ def run(
                 for i in range(port_start[other], port_start[other + 1]):
                     pace = min(pace, capacity[port[i]] / n_on_port[port[i]] / load[i])
                 job = queues + slot
+                fair[slot] = pace
+                if pace != rate[job]:
+                    remaining[job] = max(0.0, remaining[job] - (now - since[job]) * rate[job])
+                    since[job], rate[job] = now, pace
+                    n_heap = _schedule(heap, place, when, n_heap, job, now + remaining[job] / pace)
+        if drag != 1:
+            for slot in range(queues):
+                job = queues + slot
+                if place[job] < 0 or not flowing[slot]:
+                    continue
+                pace, k = fair[slot], held[slot] % meetings
+                for i in range(member_start[k], member_start[k + 1]):
+                    if place[queue[member[i]] // streams * streams + COMPUTE] >= 0:
+                        pace = fair[slot] / drag
+                        break
                 if pace != rate[job]:
                     remaining[job] = max(0.0, remaining[job] - (now - since[job]) * rate[job])
                     since[job], rate[job] = now, pace

@@ -42,6 +42,7 @@ class Tables(NamedTuple):
     load: Floats  # bytes, beside `port`
     capacity: Floats  # bytes/s of each port
     slowdown: float
+    drag: float
     first_forward: Ints  # per lane, -1 if it has none
 
 
@@ -108,6 +109,7 @@ def tabulate(
         load=load,
         capacity=np.array([network.capacity[p] for p in ports], dtype=np.float64),
         slowdown=float(network.slowdown),
+        drag=float(network.drag),
         first_forward=first_forward,
     )
     return tables, kind
