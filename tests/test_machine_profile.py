@@ -29,6 +29,7 @@ PROFILE = Profile(
     models={"tiny": CONFIG},
     blocks=(BlockTime("tiny", "layer0", "inputs", 1, 16, "fp32", 1e-3, 1e-3, 2e-3),),
     optimizer_rate=1e8,
+    norm_rate=1e9,
     runtime_base_memory=4e8,
     communications=(Communication("all_gather", 2, 1e-4, 1e9),),
     slowdown_under_communication=1.2,
@@ -92,7 +93,7 @@ def test_a_line_is_fitted_exactly_and_alpha_is_never_negative() -> None:
 
 
 def test_blocks_of_a_tiny_model_are_measured_on_every_rung() -> None:
-    from ratrain.machine.measure import measure_blocks, measure_optimizer_rate, origin
+    from ratrain.machine.measure import measure_blocks, measure_optimizer, origin
     from ratrain.model.spec import ModelSpec
 
     times = measure_blocks(ModelSpec.from_dict(CONFIG), "tiny", (1, 2), 16, rounds=2)
@@ -103,7 +104,7 @@ def test_blocks_of_a_tiny_model_are_measured_on_every_rung() -> None:
     }
     assert all(t.forward > 0 and t.backward > 0 for t in times)
     assert all((t.recover > 0) == (t.rung != "keep") for t in times)
-    rate = measure_optimizer_rate(rounds=2)
+    rate, norm = measure_optimizer(rounds=2)
     replace(PROFILE, origin=origin(), blocks=times, optimizer_rate=rate)
 
 

@@ -35,6 +35,7 @@ def profile(**changes: Any) -> Profile:
         "models": {"m": SPEC.raw},
         "blocks": tuple(times),
         "optimizer_rate": 1e6,
+        "norm_rate": 1e7,
         "runtime_base_memory": 1.0,
         "communications": links,
         "slowdown_under_communication": 1.2,

@@ -79,7 +79,7 @@ def measure_interference(rounds: int = 7) -> tuple[float, float]:
         matmul_alone = _matmul_seconds(left, lambda count: count < _ALONE)
         dist.barrier()
         took: list[float] = []
-        thread = threading.Thread(target=lambda took=took: took.append(_seconds(gather)))  # type: ignore[misc]
+        thread = threading.Thread(target=lambda took=took: took.append(_seconds(gather)))
         thread.start()
         matmul_beside = _matmul_seconds(left, lambda _: thread.is_alive())  # noqa: B023
         thread.join()

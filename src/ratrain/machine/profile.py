@@ -71,7 +71,8 @@ class Communication:
 
 @dataclass(frozen=True)
 class Profile:
-    """All measurements of one machine; `models` holds the config.json of every model named in `blocks`.
+    """All measurements of one machine; `optimizer_rate` and `norm_rate` are parameters a second of an update and of
+    the gradient's norm; `models` holds the config.json of every model named in `blocks`.
 
     `slowdown_under_communication` multiplies compute time while a collective runs, `drag_under_compute` the
     collective's while its ranks compute (both 1 if measured alone).
@@ -82,6 +83,7 @@ class Profile:
     models: Mapping[str, Mapping[str, Any]]
     blocks: tuple[BlockTime, ...]
     optimizer_rate: float
+    norm_rate: float
     runtime_base_memory: float
     communications: tuple[Communication, ...]
     slowdown_under_communication: float
@@ -91,8 +93,10 @@ class Profile:
         for time in self.blocks:
             if time.model not in self.models:
                 raise UserError(f"profile: blocks name model {time.model!r}, which models does not hold")
-        if min(self.slowdown_under_communication, self.drag_under_compute) < 1 or self.optimizer_rate <= 0:
-            raise UserError("profile: optimizer_rate must be above 0, slowdown and drag at least 1")
+        if min(self.slowdown_under_communication, self.drag_under_compute) < 1:
+            raise UserError("profile: slowdown_under_communication and drag_under_compute must be at least 1")
+        if min(self.optimizer_rate, self.norm_rate) <= 0:
+            raise UserError("profile: optimizer_rate and norm_rate must be above 0")
 
     def communication(self, kind: str, group_size: int) -> Communication:
         """The measurement of a kind and group size; UserError names what was measured."""

@@ -14,7 +14,7 @@ from ratrain.plan.plan import Plan
 from ratrain.plan.tensor import ALL_REDUCES, tensor_slice
 from ratrain.program.action import Action, Kind
 from ratrain.program.layout import EMBED, HEAD
-from ratrain.simulate.cost import Cost
+from ratrain.simulate.cost import Cost, Port
 from ratrain.simulate.cost import Network as Ports
 
 LEVELS = ("within_node", "between_nodes")
@@ -49,7 +49,9 @@ class Costs:
             slowdown, drag = source.slowdown_under_communication, source.drag_under_compute
         stages = range(self.plan.pipeline)
         directions = ("out", "in", "both")
-        capacity = {(level, s, d): 1.0 for level in LEVELS for s in stages for d in directions}
+        capacity: dict[Port, float] = {
+            (level, s, d): 1.0 for level in LEVELS for s in stages for d in directions
+        }
         return Ports(capacity, slowdown, drag)
 
     def block(self, name: str) -> BlockSeconds:
@@ -95,8 +97,10 @@ class Costs:
         return self._moved(a.stage, flow, ("out", "in"))
 
     def norm(self, a: Action) -> Cost:
-        """GRAD_NORM."""
-        return Cost(self.links.rendezvous(self.plan.ranks).latency)
+        """GRAD_NORM: every rank's own squares, then a small exchange."""
+        sizes = [self.states.padded(unit.name) for unit in self.layout.units[a.stage]]
+        owned = sum(sizes) // (self.plan.data if self.plan.zero else 1)
+        return Cost(self.compute.norm(owned) + self.links.rendezvous(self.plan.ranks).latency)
 
     def gather(self, a: Action) -> Cost:
         """PREFETCH_VIEW."""

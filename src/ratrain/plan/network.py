@@ -71,7 +71,9 @@ class Network:
 
     def rendezvous(self, ranks: int) -> Flow:
         """A small all-reduce of all ranks: latency only."""
-        link = self.source.between_nodes if isinstance(self.source, Platform) else _loopback()
+        if isinstance(self.source, Profile):
+            return Flow(self._measured(self.source, "all_gather", ranks, 0).latency if ranks > 1 else 0.0)
+        link = self.source.between_nodes
         return Flow(2 * math.ceil(math.log2(ranks)) * link.latency if ranks > 1 else 0.0)
 
     def half_duplex(self, level: str) -> bool:
