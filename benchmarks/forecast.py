@@ -38,6 +38,8 @@ SEQ, VOCAB = 128, 4096
 PROFILED = {"narrow": (256, 704, 4), "wide": (512, 1408, 8)}
 PREDICTED = {"middle": (384, 1056, 6)}
 """Hidden, intermediate, heads. All have 8 layers."""
+PROFILE_EVERY = 4
+"""Cases between two profiles."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,13 @@ def work(folder: Path, rounds: int, steps: int) -> int:
         from ratrain.machine.measure import measure_machine
 
         seen: dict[str, list[float]] = {case.name: [] for case in CASES}
+        specs = {name: ModelSpec.from_dict(model(name)) for name in PROFILED}
         for number in range(rounds):
-            specs = {name: ModelSpec.from_dict(model(name)) for name in PROFILED}
-            profile = measure_machine(specs, [1, 2], SEQ)
-            if rendezvous.rank == 0:
-                profile.save(folder / f"profile-{number}.json")
-            for case in CASES:
+            for place, case in enumerate(CASES):
+                if place % PROFILE_EVERY == 0:
+                    profile = measure_machine(specs, [1, 2], SEQ, rounds=2)
+                    if rendezvous.rank == 0:
+                        profile.save(folder / f"profile-{number}-{place}.json")
                 seen[case.name] += window(case, folder, rendezvous, steps)
                 if rendezvous.rank == 0:
                     print(f"round {number} {case.name}: {seen[case.name][-1]:.4f} s", flush=True)

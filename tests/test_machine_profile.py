@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from ratrain.errors import UserError
-from ratrain.machine.measure_links import fit_line
 from ratrain.machine.profile import BlockTime, Communication, Origin, Profile, load_profile
 
 CONFIG = {
@@ -31,7 +30,7 @@ PROFILE = Profile(
     optimizer_rate=1e8,
     norm_rate=1e9,
     runtime_base_memory=4e8,
-    communications=(Communication("all_gather", 2, 1e-4, 1e9),),
+    communications=(Communication("all_gather", 2, ((4e3, 1e-4), (1e6, 1e-3))),),
     slowdown_under_communication=1.2,
     drag_under_compute=1.5,
 )
@@ -78,18 +77,18 @@ def test_missing_or_broken_file_and_missing_measurement(tmp_path: Path) -> None:
         load_profile(tmp_path / "half.json")
     with pytest.raises(UserError, match="cannot write"):
         PROFILE.save(tmp_path / "absent" / "profile.json")
-    assert PROFILE.communication("all_gather", 2).bandwidth == 1e9
+    assert PROFILE.communication("all_gather", 2).alpha == 1e-4
     with pytest.raises(UserError, match="measured: all_gather of 2"):
         PROFILE.communication("all_gather", 4)
 
 
-def test_a_line_is_fitted_exactly_and_alpha_is_never_negative() -> None:
-    sent = [1e3, 1e5, 1e7]
-    alpha, bandwidth = fit_line(sent, [2e-4 + s / 5e8 for s in sent])
-    assert (alpha, bandwidth) == (pytest.approx(2e-4), pytest.approx(5e8))
-    alpha, bandwidth = fit_line(sent, [s / 5e8 * 0.5 if s < 1e6 else s / 5e8 for s in sent])
-    assert alpha >= 0
-    assert bandwidth > 0
+def test_transfers_lie_on_the_measured_curve() -> None:
+    measured = Communication("p2p", 2, ((1e3, 1e-4), (1e5, 2e-4), (1e6, 2e-2)))
+    assert [measured.seconds(size) for size in (10, 1e3, 1e5, 1e6)] == [1e-4, 1e-4, 2e-4, 2e-2]
+    assert measured.seconds(5.5e5) == pytest.approx(1.01e-2)
+    assert measured.seconds(3e6) == pytest.approx(6e-2)
+    with pytest.raises(UserError, match="sizes growing"):
+        Communication("p2p", 2, ((1e5, 1e-4), (1e3, 2e-4)))
 
 
 def test_blocks_of_a_tiny_model_are_measured_on_every_rung() -> None:
@@ -104,8 +103,8 @@ def test_blocks_of_a_tiny_model_are_measured_on_every_rung() -> None:
     }
     assert all(t.forward > 0 and t.backward > 0 for t in times)
     assert all((t.recover > 0) == (t.rung != "keep") for t in times)
-    rate, norm = measure_optimizer(rounds=2)
-    replace(PROFILE, origin=origin(), blocks=times, optimizer_rate=rate)
+    rate, norm_rate = measure_optimizer(rounds=2)
+    replace(PROFILE, origin=origin(), blocks=times, optimizer_rate=rate, norm_rate=norm_rate)
 
 
 def _rank(rank: int, rendezvous: str, answers: Any) -> None:
@@ -117,7 +116,7 @@ def _rank(rank: int, rendezvous: str, answers: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     found = measure_links((2,), sizes=(4_096, 262_144), rounds=2)
-    answers.put((found, measure_interference(rounds=2)))
+    answers.put((found, measure_interference(lambda: sum(range(10_000)), 100_000, rounds=2)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -134,5 +133,5 @@ def test_links_between_two_processes_are_measured_alike_on_both(tmp_path: Path) 
     assert first == second
     communications, (slowdown, drag) = first
     assert [c.kind for c in communications] == ["p2p", "reduce_scatter", "all_gather", "all_reduce"]
-    assert all(c.bandwidth > 1e6 and c.alpha >= 0 for c in communications)
+    assert all(c.seconds(1e6) < 1 and c.alpha > 0 for c in communications)
     assert slowdown >= 1 and drag >= 1

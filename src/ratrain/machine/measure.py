@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 _SHARD, _SHARDS = 2_000_000, 8
 """Parameters of a shard, and how many are updated in turn."""
-_LAYERS = 4
-"""Layers of a chain in which blocks are timed."""
+_CHAIN_BYTES, _MOST_LAYERS = 256_000_000, 8
+"""How much the layers of a chain may take, in which blocks are timed, and how many they are at most."""
 _BASE_PROBE = (
     "import psutil, torch, torch.distributed, transformers.models.llama.modeling_llama; "
     "a = torch.ones(64, 64, requires_grad=True); (a @ a).sum().backward(); "
@@ -40,7 +41,11 @@ _BASE_PROBE = (
 
 
 def measure_machine(
-    models: Mapping[str, ModelSpec], micro_batches: Sequence[int], seq_len: int, dtype: str = "fp32"
+    models: Mapping[str, ModelSpec],
+    micro_batches: Sequence[int],
+    seq_len: int,
+    dtype: str = "fp32",
+    rounds: int = 5,
 ) -> Profile:
     """The profile of this machine for some models (by the name that block times refer to them with).
 
@@ -54,10 +59,15 @@ def measure_machine(
     blocks = [
         time
         for name, spec in models.items()
-        for time in measure_blocks(spec, name, micro_batches, seq_len, dtype=dtype)
+        for time in measure_blocks(spec, name, micro_batches, seq_len, dtype=dtype, rounds=rounds)
     ]
     optimizer_rate, norm_rate = measure_optimizer()
-    slowdown, drag = measure_interference() if world > 1 else (1.0, 1.0)
+    slowdown, drag = 1.0, 1.0
+    if world > 1:
+        spec = max(models.values(), key=lambda spec: spec.parameter_count())
+        chain = _Chain(spec, "layer0", _random_text(spec.vocab, seq_len, 1), dtype)
+        elements = sum(shape.size for shape in spec.parameters("layer0"))
+        slowdown, drag = measure_interference(partial(chain.time_once, "keep", 1), elements)
     return Profile(
         origin=origin(world),
         models={name: spec.raw for name, spec in models.items()},
@@ -137,8 +147,7 @@ def measure_blocks(
     on `keep`.
     """
     results: list[BlockTime] = []
-    with tempfile.TemporaryDirectory() as folder:
-        source = _random_text(Path(folder) / "store", spec.vocab, seq_len, max(micro_batches))
+    source = _random_text(spec.vocab, seq_len, max(micro_batches))
     for layer in _representatives(spec):
         names = ("embed", layer, "head") if not results else (layer,)
         chain = _Chain(spec, layer, source, dtype)
@@ -158,7 +167,7 @@ def measure_blocks(
     return tuple(results)
 
 
-def _random_text(folder: Path, vocab: int, seq_len: int, sequences: int) -> Sampler:
+def _random_text(vocab: int, seq_len: int, sequences: int) -> Sampler:
     """Steps of that many sequences from a store of random tokens; its map stays when the folder goes."""
     import numpy as np
 
@@ -166,9 +175,11 @@ def _random_text(folder: Path, vocab: int, seq_len: int, sequences: int) -> Samp
     from ratrain.data.store import open_store, write_store
 
     tokens = np.random.default_rng(0).integers(0, vocab, 1000 * seq_len)
-    with write_store(folder, vocab_size=vocab, end_id=0, tokenizer="none", source="random") as out:
-        out.add_tokens(tokens)
-    return Sampler(open_store(folder), seq_len, sequences, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        with write_store(store, vocab_size=vocab, end_id=0, tokenizer="none", source="random") as out:
+            out.add_tokens(tokens)
+        return Sampler(open_store(store), seq_len, sequences, seed=0)
 
 
 def _representatives(spec: ModelSpec) -> list[str]:
@@ -200,7 +211,9 @@ class _Chain:
         ]
         positions = build_positions(spec, source.seq_len, view, torch.device("cpu"))
         self.source, self.steps = source, 0
-        self.names = ["embed", *[layer] * min(_LAYERS, spec.layers), "head"]
+        bytes_each = 2 * 4 * sum(shape.size for shape in spec.parameters(layer))
+        count = min(max(2, _CHAIN_BYTES // bytes_each), _MOST_LAYERS, spec.layers)
+        self.names = ["embed", *[layer] * count, "head"]
         self.blocks = [build_block(spec, name, positions, dtype=view) for name in self.names]
         for block in self.blocks:
             _materialise(block, view)

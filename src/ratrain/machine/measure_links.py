@@ -1,17 +1,16 @@
-"""Measures the links between the ranks of an initialised process group: α-β a kind and group size, and
-compute under communication. Imports torch when called; every rank calls the same function.
+"""Measures the links between the ranks of an initialised process group, by kind, group size and bytes, and what
+computing and transfers cost each other. Imports torch when called; every rank calls the same function.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ratrain.machine.collectives import Kind, collective
 from ratrain.machine.platform import Link
@@ -21,18 +20,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KINDS: tuple[Kind, ...] = ("p2p", "reduce_scatter", "all_gather", "all_reduce")
-SIZES = (4_096, 65_536, 524_288, 4_194_304)
+SIZES = (4_096, 65_536, 262_144, 1_048_576, 4_194_304, 16_777_216)
+_TOGETHER, _MOST_TIMES = 4_194_304, 32
+"""Bytes that collectives move one after another, and how many at most."""
 _IDEAL = Link(latency=0.0, bandwidth=1.0)
-_MATMUL = 512
-_ALONE = 16
-"""Matmuls without company."""
-_BUSY_ELEMENTS = 4_000_000
+_PASSES = 3
+"""Of computing, beside transfers and alone."""
 
 
 def measure_links(
-    group_sizes: Sequence[int], sizes: Sequence[int] = SIZES, rounds: int = 7
+    group_sizes: Sequence[int], sizes: Sequence[int] = SIZES, rounds: int = 5
 ) -> tuple[Communication, ...]:
-    """α and β of every kind, among the first n ranks for each n of `group_sizes` (p2p: ranks 0 and 1).
+    """Every kind, among the first n ranks for each n of `group_sizes` (p2p: ranks 0 and 1).
 
     `sizes` are bytes of the whole buffer, fp32. All ranks return the same, slowest-rank medians.
     """
@@ -42,50 +41,58 @@ def measure_links(
     for n in group_sizes:
         group = dist.new_group(list(range(n)))
         for kind in KINDS if n == 2 else KINDS[1:]:
-            points = [(size, _timed(kind, n, size, group, rounds)) for size in sizes]
-            sent = [collective(kind, "pairwise", n, size, _IDEAL).bytes_per_member for size, _ in points]
-            alpha, bandwidth = fit_line(sent, [seconds for _, seconds in points])
-            results.append(Communication(kind, n, alpha, bandwidth))
+            points = []
+            for size in sizes:
+                sent = collective(kind, "pairwise", n, size, _IDEAL).bytes_per_member
+                points.append((sent, _timed(kind, n, size, group, rounds)))
+            results.append(Communication(kind, n, tuple(points)))
     return tuple(results)
 
 
-def fit_line(sent: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(α, bandwidth) of seconds = α + bytes / bandwidth: least squares on relative errors, α at least 0."""
-    x, y = np.asarray(sent, dtype=float), np.asarray(seconds, dtype=float)
-    design = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
-    alpha, slope = np.linalg.lstsq(design, np.ones_like(x), rcond=None)[0]
-    if alpha < 0 or slope <= 0:
-        # One of the two cannot be told from zero: let the larger transfers say the bandwidth.
-        alpha, slope = 0.0, float((x / y).sum() / ((x / y) ** 2).sum())
-    return float(alpha), float(1 / slope)
+def measure_interference(
+    compute: Callable[[], object], elements: int, rounds: int = 3
+) -> tuple[float, float]:
+    """How much longer `compute` takes beside transfers, and how much longer transfers take beside `compute`; each at
+    least 1, the slowest rank's median.
 
-
-def measure_interference(rounds: int = 7) -> tuple[float, float]:
-    """How much longer a matmul takes beside an all-gather over all ranks, and how much longer that all-gather
-    takes beside matmuls; each at least 1, the slowest rank's median. A thread runs the transfer, as in a run.
+    Transfers are a reduce-scatter and an all-gather of `elements` fp32 over all ranks, in a thread as in a run.
     """
     import torch
     import torch.distributed as dist
 
-    left = torch.randn(_MATMUL, _MATMUL)
-    world = dist.get_world_size()
-    gather = _operation("all_gather", world, torch.zeros(_BUSY_ELEMENTS), dist.get_rank(), dist.new_group())
-    gather()
-    compute, transfer = [], []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group, buffer = dist.new_group(), torch.ones(max(world, elements // world * world))
+    operations = [_operation(kind, world, buffer, rank, group) for kind in ("reduce_scatter", "all_gather")]
+
+    def transfer(times: int) -> float:
+        """Seconds a round of operations."""
+        begin = time.perf_counter()
+        for _ in range(times):
+            for operation in operations:
+                operation()
+        return (time.perf_counter() - begin) / times
+
+    transfer(1)
+    compute()
+    # As many transfers as last for some passes of the slowest rank's computing.
+    passes = torch.tensor(_PASSES * _seconds(compute) / transfer(1))
+    dist.all_reduce(passes, dist.ReduceOp.MAX)
+    times = max(1, math.ceil(float(passes)))
+    slower, dragged = [], []
     for _ in range(rounds):
         dist.barrier()
-        gather_alone = _seconds(gather)
+        alone = transfer(times)
         dist.barrier()
-        matmul_alone = _matmul_seconds(left, lambda count: count < _ALONE)
+        undisturbed = statistics.median(_seconds(compute) for _ in range(_PASSES))
         dist.barrier()
-        took: list[float] = []
-        thread = threading.Thread(target=lambda took=took: took.append(_seconds(gather)))
-        thread.start()
-        matmul_beside = _matmul_seconds(left, lambda _: thread.is_alive())  # noqa: B023
-        thread.join()
-        compute.append(matmul_beside / matmul_alone)
-        transfer.append(took[0] / gather_alone)
-    slowest = torch.tensor([statistics.median(compute), statistics.median(transfer)])
+        with ThreadPoolExecutor(1) as pool:
+            beside, disturbed = pool.submit(transfer, times), []
+            while not beside.done():
+                disturbed.append(_seconds(compute))
+        # The last pass began beside transfers but ended alone.
+        slower.append(statistics.mean(disturbed[:-1] or disturbed) / undisturbed)
+        dragged.append(beside.result() / alone)
+    slowest = torch.tensor([statistics.median(slower), statistics.median(dragged)])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     first, second = slowest.tolist()
     return max(1.0, first), max(1.0, second)
@@ -97,16 +104,6 @@ def _seconds(operation: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _matmul_seconds(left: Tensor, again: Callable[[int], bool]) -> float:
-    """Mean seconds a matmul, at least one, for as long as `again(count)`."""
-    count, begin = 0, time.perf_counter()
-    while True:
-        left @ left
-        count += 1
-        if not again(count):
-            return (time.perf_counter() - begin) / count
-
-
 def _timed(kind: Kind, n: int, size: int, group: Any, rounds: int) -> float:
     """Median over rounds of the slowest rank's seconds; every rank of the world returns it."""
     import torch
@@ -115,12 +112,14 @@ def _timed(kind: Kind, n: int, size: int, group: Any, rounds: int) -> float:
     rank, samples = dist.get_rank(), []
     buffer = torch.ones(max(n, size // 4 // n * n))
     operation = _operation(kind, n, buffer, rank, group) if rank < n else None
+    times = 1 if kind == "p2p" else min(max(1, _TOGETHER // size), _MOST_TIMES)
     for number in range(rounds + 1):
         dist.barrier()
         begin = time.perf_counter()
         if operation is not None:
-            operation()
-        elapsed = torch.tensor(time.perf_counter() - begin if operation is not None else 0.0)
+            for _ in range(times):
+                operation()
+        elapsed = torch.tensor((time.perf_counter() - begin) / times if operation is not None else 0.0)
         dist.all_reduce(elapsed, dist.ReduceOp.MAX)
         if number > 0:
             samples.append(float(elapsed))

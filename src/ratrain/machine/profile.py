@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,41 @@ class BlockTime:
 
 @dataclass(frozen=True)
 class Communication:
-    """One kind of transfer in a group of one size: seconds = `alpha` + bytes sent a member / `bandwidth`.
+    """One kind of transfer in a group of one size: (bytes sent a member, seconds) of the whole operation, at least
+    one point, sizes growing.
 
-    `kind` is p2p, reduce_scatter, all_gather or all_reduce; reduce-scatter is pairwise, made of p2p
-    transfers. `alpha` is of the whole operation, all its steps.
+    `kind` is p2p, reduce_scatter, all_gather or all_reduce, all made of p2p transfers. Messages were sent now and
+    then, collectives one after another, as in a run: on links that let a burst pass, a line would miss both.
     """
 
     kind: str
     group_size: int
-    alpha: float
-    bandwidth: float
+    points: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, *_ in self.points]
+        if any(len(point) != 2 or min(point) <= 0 for point in self.points) or sizes != sorted(set(sizes)):
+            raise UserError(f"profile: points of {self.kind} must be pairs above 0, sizes growing")
+        if not sizes:
+            raise UserError(f"profile: {self.kind} of {self.group_size} has no points")
+
+    @property
+    def alpha(self) -> float:
+        """Seconds of the smallest operation."""
+        return self.points[0][1]
+
+    def seconds(self, size: float) -> float:
+        """Of an operation that sends `size` bytes a member: between points on a line, beyond them at the largest
+        one's bandwidth."""
+        (first, alpha), (last, longest) = self.points[0], self.points[-1]
+        if size <= first:
+            return alpha
+        if size >= last:
+            return longest * size / last
+        for (low, fast), (high, slow) in pairwise(self.points):
+            if size <= high:
+                return fast + (slow - fast) * (size - low) / (high - low)
+        raise AssertionError(size)
 
 
 @dataclass(frozen=True)

@@ -106,9 +106,9 @@ class Network:
             return Flow(_loopback().latency, size / _loopback().bandwidth)
         nearest = min(sizes, key=lambda n: (abs(n - members), n))
         measured = profile.communication(kind, nearest)
-        alpha = measured.alpha * (members - 1) / (nearest - 1)
+        steps = (members - 1) / (nearest - 1)
         sent = collective(kind, "ring", members, size, _loopback()).bytes_per_member
-        return Flow(alpha, sent / measured.bandwidth)
+        return Flow(measured.alpha * steps, max(0.0, measured.seconds(sent) - measured.alpha))
 
 
 def _turns(kind: Kind, link: Link) -> int:
