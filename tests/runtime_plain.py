@@ -1,5 +1,4 @@
-"""The reference: one plain process that trains transformers' model with torch's AdamW. Of ratrain it takes
-the data, the initial values and the learning rate, which depend on seed and step only."""
+"""The reference under a test's configuration, and other things that need one plain process."""
 
 from __future__ import annotations
 
@@ -11,46 +10,21 @@ from runtime_jobs import global_batch, samplers, schedule_of, spec_of
 def plain(config: dict[str, Any]) -> dict[str, Any]:
     """Losses, norms and evaluation-free weights of `config`'s training, all of a global batch in one pass;
     `gradients` are those of step 1 before clipping, flat numpy arrays by name."""
-    import torch
-    from torch.nn.functional import cross_entropy
-    from transformers import LlamaForCausalLM, Qwen2ForCausalLM
-
-    from ratrain.model.blocks import initial_value
-    from ratrain.model.families import hf_config
     from ratrain.runtime.build import DTYPES
+    from ratrain.runtime.plain import PlainTraining
+    from ratrain.runtime.shard_optimizer import AdamW
 
-    spec = spec_of(config)
-    dtype = DTYPES[config["view"]]
-    kinds = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}
-    model: Any = kinds[spec.family](hf_config(spec)).to(dtype).train()
-    shapes = spec.all_parameters()
-    values = {name: initial_value(spec, name, p.shape, config["seed"]) for name, p in shapes.items()}
-    if spec.tied:
-        values["lm_head.weight"] = values["model.embed_tokens.weight"]
-    model.load_state_dict(values, strict=True)
-    named = dict(model.named_parameters())
-    groups = [
-        {"params": [named[n] for n, p in shapes.items() if p.decay == decay], "weight_decay": 0.1 * decay}
-        for decay in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+    training = PlainTraining(
+        spec_of(config), DTYPES[config["view"]], config["seed"], AdamW(0.1, 0.9, 0.95, 1e-8)
+    )
+    named = training.parameters
     schedule, (sampler, _) = schedule_of(config), samplers(config)
     told: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}}
     for step in range(config["steps"]):
-        data = sampler.sequences(step, range(global_batch(config)))
-        logits = model(input_ids=torch.from_numpy(data.inputs), use_cache=False).logits
-        targets = torch.from_numpy(data.targets)
-        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
+        told["losses"].append(training.backward(sampler.sequences(step, range(global_batch(config)))))
         if step == 0:
             told["gradients"] = {n: p.grad.flatten().clone().numpy() for n, p in named.items()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config["clip"] or float("inf"))
-        for group in optimizer.param_groups:
-            group["lr"] = schedule(step)
-        optimizer.step()
-        told["losses"].append(loss.item())
-        told["norms"].append(norm.item())
+        told["norms"].append(training.update(schedule(step), config["clip"]))
     told["weights"] = {n: p.detach().flatten().numpy() for n, p in named.items()}
     return told
 

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "runtime": {"program", "model", "data", "machine.mt3000", "config"},
     "report": {"program", "plan", "config"},
     "commands": {"program", "model", "data", "machine", "simulate", "plan", "runtime", "report"}
-    | {"config", "run_folder"},
+    | {"config", "run_folder", "measured"},
 }
 """What each folder may import besides itself and `errors`: folders, or single modules of one."""
 

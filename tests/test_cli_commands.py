@@ -95,6 +95,34 @@ def test_plan_prints_a_table_json_and_a_file_that_is_the_same(
     assert told["layers"] == [2, 2] and told["budget"] == 2_000_000_000
 
 
+def test_recipes_are_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toml = write_run(tmp_path)
+    plans = {}
+    for name in ("baseline-1f1b", "paper"):
+        plans[name] = json.loads(output(capsys, "plan", toml, "--recipe", name, "--json"))["plan"]
+        assert f"the recipe {name}" in plans[name]["why"]
+    assert plans["baseline-1f1b"]["passes"] == [] and len(plans["paper"]["passes"]) == 3
+    page = tmp_path / "page.html"
+    step = {
+        name: json.loads(output(capsys, "simulate", toml, "--recipe", name, "--out", page, "--json"))[
+            "step_s"
+        ]
+        for name in plans
+    }
+    assert step["paper"] < step["baseline-1f1b"]
+
+
+def test_a_recipe_that_does_not_fit_is_told_in_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml, path = write_run(tmp_path), tmp_path / "plan.json"
+    small = ["--set", "machine.memory=1 MB", "--out", str(path)]
+    assert main(["plan", str(toml), "--recipe", "full-save", *small]) == 1
+    said = capsys.readouterr().out
+    assert "the recipe full-save does not fit" in said and "of 1.00 MB; " in said and "states" in said
+    assert not path.exists()
+
+
 def test_check_prints_a_grid_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml = write_run(tmp_path, train__global_batch=16)
     grid = output(capsys, "check", toml)
@@ -147,6 +175,10 @@ def test_every_field_of_a_run_file_is_listed(capsys: pytest.CaptureFixture[str])
         (["plan", "RUN", "--devices", "-4"], "'-4' is no whole number of at least 1"),
         (["plan", "RUN", "--devices", "3"], "are 4 processes, but there are 3"),
         (["plan", "RUN", "--out", "/nowhere/plan.json"], "cannot write plan /nowhere/plan.json"),
+        (["plan", "RUN", "--recipe", "best"], "no recipe 'best'; expected one of tp-heavy, "),
+        (["train", "RUN", "--recipe", "paper", "--plan", "x.json"], "--recipe and --plan"),
+        (["train", "RUN", "--recipe", "paper", "--passes", "none"], "--passes and --recipe"),
+        (["simulate", "RUN", "--recipe", "full-save", "--set", "machine.memory=1 MB"], "needs "),
         (["check", "RUN", "--columns", "0"], "'0' is no whole number"),
         (["data"], "the following arguments are required: prepare; see ratrain data --help"),
         (["data", "prepare", "/nowhere"], "corpus /nowhere does not exist"),

@@ -29,7 +29,7 @@ def ask(explain: str | None = None, devices: int = 4, **parallel: Any) -> Answer
         },
         "run.toml",
     )
-    args = argparse.Namespace(devices=None, explain=explain, top=4)
+    args = argparse.Namespace(devices=None, explain=explain, recipe=None, top=4)
     return plan_command(config, SPEC, args)
 
 

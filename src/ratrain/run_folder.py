@@ -54,11 +54,26 @@ class Run:
     durations: dict[str, float]
 
 
-def resolve_plan(config: Config, spec: ModelSpec, plan_file: Path | None, devices: int | None) -> Plan:
-    """The plan in `plan_file`, or the one that `config` resolves to; its program checked against the
-    budget."""
-    from ratrain.plan.resolve import resolve
+def resolve_plan(
+    config: Config,
+    spec: ModelSpec,
+    plan_file: Path | None,
+    devices: int | None,
+    recipe: str | None = None,
+    *,
+    to_run: bool = False,
+) -> Plan:
+    """The plan in `plan_file`, that of a named recipe, or the one that `config` resolves to; UserError if it does
+    not fit the budget.
 
+    to_run  whether a recipe must use exactly these devices
+    """
+    from ratrain.plan.resolve import named, resolve
+
+    if recipe is not None:
+        if plan_file is not None:
+            raise UserError("--recipe and --plan: a plan is laid out already; give one of the two")
+        return named(recipe, config, spec, devices=devices, to_run=to_run)
     if plan_file is None:
         return resolve(config, spec, devices=devices)
     plan = load_plan(plan_file)
@@ -118,13 +133,14 @@ def prepare_run(
     devices: int | None = None,
     resume: str = "auto",
     progress: Callable[[str, int, int], None] | None = None,
+    recipe: str | None = None,
 ) -> Run:
     """Checks everything and writes the run folder. Raises UserError, nothing half-written."""
     from ratrain.data.prepare import prepare
     from ratrain.data.store import open_store
 
     spec = load_spec(Path(config.model.config))
-    plan = resolve_plan(config, spec, plan_file, devices)
+    plan = resolve_plan(config, spec, plan_file, devices, recipe, to_run=True)
     _check_machine(config)
     if plan.tensor != 1:
         raise UserError(f"parallel.tensor = {plan.tensor}: only 1 runs so far; plan with parallel.tensor = 1")

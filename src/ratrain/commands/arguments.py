@@ -5,6 +5,17 @@ from __future__ import annotations
 import argparse
 
 
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """`--recipe NAME`."""
+    # Not as choices: naming them here would load the planner for every --help.
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="lay out by name: tp-heavy, zero3-heavy, backward-checkpoint, full-save, tuned, baseline-1f1b, paper, "
+        "ratrain",
+    )
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     try:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratrain.commands.arguments import positive
+from ratrain.commands.arguments import add_recipe, positive
 from ratrain.config import Config, load_config
 from ratrain.model.spec import ModelSpec
 
@@ -37,6 +37,7 @@ def requested(args: argparse.Namespace) -> tuple[Config, ModelSpec]:
 def register(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_request(parser, plan_file=False)
+    add_recipe(parser)
     # Here and not with the answer, whose imports would make --help slow.
     parser.add_argument(
         "--explain", metavar="P=4,D=64", help="answer for one layout: any of P, D, T, ZeRO, micro"
@@ -49,15 +50,29 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     from ratrain.plan.command import plan_command
+    from ratrain.plan.fit import fits
     from ratrain.run_folder import check_programs
 
     config, spec = requested(args)
     answer = plan_command(config, spec, args)
+    if not fits(answer.best):  # of a recipe that is a result
+        print(json.dumps(answer.to_json()) if args.json else overflow_text(answer))
+        return 1
     check_programs(answer.best, spec, whole=False)
     if args.out is not None:
         answer.best.save(args.out)
     print(json.dumps(answer.to_json()) if args.json else text(answer))
     return 0
+
+
+def overflow_text(answer: Answer) -> str:
+    """A recipe that does not fit, for people: which stage needs how much, and of what."""
+    from ratrain.plan.command import stage_table
+    from ratrain.plan.fit import overflow
+    from ratrain.report.table import render_table
+
+    name = answer.best.why[0]
+    return f"{name} does not fit: {overflow(answer.best)}\n\n{render_table(*stage_table(answer.best))}"
 
 
 def text(answer: Answer) -> str:

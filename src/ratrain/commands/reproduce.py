@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ratrain.commands.arguments import positive
+
 if TYPE_CHECKING:
     from ratrain.plan.reproduce.cells import Table
+    from ratrain.plan.reproduce.curves import Curves
 
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("--only", action="append", metavar="TABLE", help="only this table; may be repeated")
+    parser.add_argument(
+        "--measured",
+        action="store_true",
+        help="also run the small wall-clock versions here (about 10 minutes)",
+    )
+    parser.add_argument(
+        "--tokens", type=positive, default=2_000_000, help="with --measured: train over at least so many"
+    )
     parser.add_argument("--rows", type=Path, help="published rows, instead of the paper's own")
     parser.add_argument(
         "--models", type=Path, default=Path("examples/models"), help="folder of model configurations by name"
@@ -32,8 +44,11 @@ def run(args: argparse.Namespace) -> int:
     from ratrain.report.reproduction import write_reproduction
 
     setting = calibrated(load_rows(args.rows or PAPER), args.models)
-    tables = reproduce(setting, set(args.only) if args.only else None)
-    page = write_reproduction(setting, tables, args.out)
+    tables, curves = reproduce(setting, set(args.only) if args.only else None), None
+    if args.measured:
+        measured, curves = _measured(args)
+        tables = (*tables, *measured)
+    page = write_reproduction(setting, tables, args.out, curves)
     if args.json:
         result = {"efficiency": setting.compute.efficiency, "tables": [table.to_json() for table in tables]}
         print(json.dumps(result))
@@ -43,6 +58,17 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{text(table)}")
     print(f"\npage {page}")
     return 0
+
+
+def _measured(args: argparse.Namespace) -> tuple[tuple[Table, ...], Curves]:
+    from ratrain.measured import ablation, correctness
+
+    def tell(words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    folder = args.out / "measured"
+    losses, curves = correctness(folder / "correctness", args.tokens, tell)
+    return (losses, ablation(folder / "emulated", tell)), curves
 
 
 def text(table: Table) -> str:

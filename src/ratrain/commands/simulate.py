@@ -6,12 +6,14 @@ import argparse
 import json
 from pathlib import Path
 
+from ratrain.commands.arguments import add_recipe
 from ratrain.commands.plan import add_request, requested
 
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_request(parser)
+    add_recipe(parser)
     parser.add_argument("--out", type=Path, default=Path("simulation.html"), help="page to write")
     parser.add_argument("--json", action="store_true", help="print the forecast as JSON")
 
@@ -26,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from ratrain.run_folder import check_programs, resolve_plan
 
     config, spec = requested(args)
-    plan = resolve_plan(config, spec, args.plan, args.devices)
+    plan = resolve_plan(config, spec, args.plan, args.devices, args.recipe)
     check_programs(plan, spec)
     result = forecast_step(plan, spec, config)
     step = result.simulation

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratrain.commands.arguments import positive
+from ratrain.commands.arguments import add_recipe, positive
 from ratrain.config import Config, describe, load_config, parse_config, to_toml
 from ratrain.errors import UserError
 from ratrain.report.table import render_table
@@ -34,6 +34,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=positive, help="processes on this host (default: what the plan has)")
     parser.add_argument("--port", type=int, help="rendezvous port (default: a free one)")
     parser.add_argument("--plan", type=Path, help="run exactly this plan")
+    add_recipe(parser)
     parser.add_argument(
         "--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to go on from"
     )
@@ -61,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.port is not None:  # a taken one is known before the data is prepared
         listen("127.0.0.1", args.port).close()
-    prepared = prepare_run(configuration(args), args.plan, args.nproc, args.resume, DataProgress())
+    prepared = prepare_run(
+        configuration(args), args.plan, args.nproc, args.resume, DataProgress(), args.recipe
+    )
     print(announce(prepared))
     sys.stdout.flush()
     if _finished(prepared):
@@ -80,6 +83,8 @@ def configuration(args: argparse.Namespace) -> Config:
     given = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
     if args.passes is not None and args.plan is not None:
         raise UserError("--passes and --plan: a plan says which passes run; give one of the two")
+    if args.passes is not None and args.recipe is not None:
+        raise UserError("--passes and --recipe: a recipe says which passes run; give one of the two")
     return load_config(Path(args.run), [*args.set, *given])
 
 
@@ -144,7 +149,7 @@ def _meet(args: argparse.Namespace, rendezvous: Rendezvous) -> Run:
     """Under another launcher: rank 0 prepares and tells the others; each host makes sure of its data."""
     config = configuration(args)
     if rendezvous.rank == 0:
-        prepared = prepare_run(config, args.plan, rendezvous.world_size, args.resume)
+        prepared = prepare_run(config, args.plan, rendezvous.world_size, args.resume, recipe=args.recipe)
         print(announce(prepared), flush=True)
         told = {
             "config": to_toml(prepared.config),

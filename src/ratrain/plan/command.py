@@ -15,6 +15,7 @@ from ratrain.model.spec import ModelSpec
 from ratrain.plan.compute import Compute
 from ratrain.plan.explain import Rejection, impossible, reasons_for, recovery_words, rejections
 from ratrain.plan.plan import Plan
+from ratrain.plan.recipes import recipe
 from ratrain.plan.request import Request, check_layers, read_request
 from ratrain.plan.resolve import compute_of, explicit
 from ratrain.plan.search import Result, search
@@ -60,10 +61,15 @@ class Answer:
 
 def plan_command(config: Config, spec: ModelSpec, args: argparse.Namespace) -> Answer:
     """Plans a run on `args.devices` devices (None: as configured). UserError if nothing fits, with what
-    would."""
+    would; a recipe that does not fit is an answer without a time."""
     begin = time.perf_counter()
     request = read_request(config, spec, args.devices)
     compute = compute_of(request)
+    if args.recipe and args.explain:
+        raise UserError("--recipe and --explain: a recipe is one layout; give one of the two")
+    if args.recipe:
+        best = recipe(args.recipe, request, compute).with_(why=(f"the recipe {args.recipe}",))
+        return Answer(best, (best,), (), (time.perf_counter() - begin, 1))
     if args.explain:
         return _explained(request, compute, args, begin)
     if not request.open:

@@ -9,6 +9,7 @@ from ratrain.plan.compute import Compute
 from ratrain.plan.explain import impossible, reasons_for
 from ratrain.plan.fit import fits, require_fit, with_memory
 from ratrain.plan.plan import Plan
+from ratrain.plan.recipes import recipe
 from ratrain.plan.request import Request, read_request
 from ratrain.plan.search import search
 
@@ -36,6 +37,18 @@ def resolve(config: Config, spec: ModelSpec, *, devices: int | None = None) -> P
             raise UserError(impossible(request, compute, result, to_run=True))
         best = found
     return best.with_(why=reasons_for(best, result))
+
+
+def named(name: str, config: Config, spec: ModelSpec, *, devices: int | None, to_run: bool) -> Plan:
+    """The plan of the recipe `name` (see `recipes.RECIPES`); what the configuration fixes of the layout stays.
+
+    to_run  only layouts on exactly these devices
+    Raises UserError as `recipe` does, and with the bytes of the nearest layout where none fits.
+    """
+    request = read_request(config, spec, devices)
+    plan = recipe(name, request, compute_of(request), to_run=to_run)
+    require_fit(plan)
+    return plan.with_(why=(f"the recipe {name}",))
 
 
 def explicit(request: Request) -> Plan:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ratrain.errors import UserError
 from ratrain.plan.reproduce.before_after import before_after
 from ratrain.plan.reproduce.cells import HEADER, READINGS, Table
+from ratrain.plan.reproduce.curves import Curves
 from ratrain.plan.reproduce.setting import Setting
 from ratrain.report import reproduction_figures as draw
 from ratrain.report.files import write_whole
@@ -23,14 +24,19 @@ _OF_TABLE = {
     "models": ("models", "memory"),
     "ablation": ("gantt",),
     "scaling": ("scaling",),
+    "correctness": ("losses",),
 }
 """Figures that belong to a table."""
 
 
-def write_reproduction(setting: Setting, tables: Sequence[Table], folder: Path) -> Path:
-    """Draws the figures of `tables` into `folder`, then the page that holds tables and figures; its path.
-    UserError where nothing can be written."""
+def write_reproduction(
+    setting: Setting, tables: Sequence[Table], folder: Path, curves: Curves | None = None
+) -> Path:
+    """Draws the figures of `tables`, and of `curves` if runs were measured, into `folder`, then the page that holds
+    tables and figures; its path. UserError where nothing can be written."""
     figures = _figures(setting, {table.name: table for table in tables})
+    if curves is not None:
+        figures["losses"] = draw.losses(curves)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, image in figures.items():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratrain.plan.reproduce.before_after import BeforeAfter
 from ratrain.plan.reproduce.cells import Cell, Table
+from ratrain.plan.reproduce.curves import Curves
 from ratrain.plan.reproduce.scaling import REPORTED
 from ratrain.plan.reproduce.tables import OF_PEAK
 from ratrain.program.action import Kind
@@ -101,6 +102,33 @@ def scaling(table: Table) -> bytes | None:
     axes.set_ylabel("throughput per cluster, %")
     axes.legend(frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
+    return _png(figure)
+
+
+def losses(curves: Curves) -> bytes:
+    """Losses over updates, one line on another where runs are alike, and how far each is from the first."""
+    figure = _figure(9, 5.4)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    styles: Sequence[dict[str, Any]] = (
+        {"color": _PAPERS, "lw": 4},
+        {"color": _OURS, "lw": 1.6},
+        {"color": _BAD, "lw": 1, "ls": ":"},
+    )
+    first = next(iter(curves.losses))
+    for (name, run), style in zip(curves.losses.items(), styles):
+        updates = range(1, len(run) + 1)
+        upper.plot(updates, run, label=name, **style)
+        if name == first:
+            continue
+        off = curves.deviation(name)
+        label = f"{name}: " + (f"mean {sum(off) / len(off):.2g}" if any(off) else "0 throughout")
+        lower.plot(updates, off, label=label, **style)
+    upper.set_ylabel("loss, nats a token")
+    lower.set_ylabel(f"relative deviation\nfrom {first}")
+    lower.set_xlabel("update")
+    for axes in (upper, lower):
+        axes.legend(frameon=False, fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
     return _png(figure)
 
 

@@ -15,6 +15,7 @@ READINGS = {
     "predicted": "nothing but published facts, the platform file and the one factor went in",
     "assumed": "predicted, on a reading of something that is not published",
     "recorded": "from runs whose results are recorded in docs/",
+    "measured": "wall-clock, from runs on this machine just now",
 }
 
 

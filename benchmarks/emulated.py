@@ -1,0 +1,367 @@
+"""How right the forecast is where this machine is too small: 8 and 16 emulated devices against the simulator.
+
+    python benchmarks/emulated.py [--devices 8 16] [--steps 3] [--link 200mbit] [--json FILE]
+
+Every device is a process on a host of its own, behind a link shaped by a token bucket (needs root). Programs,
+messages and state units are a real run's; only computing is replaced by waiting, for durations that are given
+(`DEVICE`). The links are measured first, in the same window and between the same processes, and nothing else is:
+the forecast sees no step. One team of processes runs all rows of a size. Beside the forecast stands the trivial
+model: computing with the 1F1B bubble, its one rate fitted to all rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ratrain.config import (
+    Config,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RecoveryConfig,
+    RunConfig,
+    TrainConfig,
+)
+from ratrain.machine.emulated import EmulatedDevice
+from ratrain.machine.profile import Profile
+from ratrain.model.spec import ModelSpec
+from ratrain.plan.plan import Plan
+
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+}
+"""Messages have the sizes of this model: 262 kB of activations, 3.2 MB of gradients a layer."""
+SEQ = 256
+SEQUENCES = 2
+"""Of a global batch, for each device."""
+RESERVE = 3
+"""Steps of a window that are not counted: two to settle, the last because a flush ends it."""
+
+
+DEVICE = EmulatedDevice(embed=(0.002, 0.002), layer=(0.016, 0.032), head=(0.012, 0.024), optimizer_rate=40e6)
+"""Seconds of one sequence, forward and backward: long against what Python takes for an action."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a recipe, or a layout in full. `memory` is what the recipe must do with."""
+
+    devices: int
+    pipeline: int | None
+    zero: int = 1
+    policy: str = "keep"
+    passes: str = "all"
+    recipe: str = ""
+    memory: str = "8 GB"
+
+    @property
+    def name(self) -> str:
+        if self.recipe:
+            return f"{self.recipe} on {self.devices}"
+        assert self.pipeline is not None
+        data = self.devices // self.pipeline
+        return f"P{self.pipeline} D{data} Z{self.zero} {self.policy}, passes {self.passes}"
+
+
+TIGHT = "350 MB"
+"""Keeps no activations of all layers at P=4: what is not dropped does not fit."""
+RECIPES = ("backward-checkpoint", "tuned", "baseline-1f1b", "paper", "ratrain")
+CASES = (
+    Case(8, 8),
+    Case(8, 8, passes="none"),
+    Case(8, 8, policy="inputs"),
+    Case(8, 8, policy="inputs", passes="none"),
+    Case(8, 4),
+    Case(8, 4, zero=2),
+    Case(8, 4, zero=0, passes="none"),
+    Case(8, 2),
+    Case(8, 1),
+    Case(16, 4),
+    Case(16, 4, passes="none"),
+    Case(16, 8, policy="mlp"),
+    Case(16, 2, passes="layerwise_sync"),
+    *(Case(16, 4, recipe=name, memory=TIGHT) for name in RECIPES),
+    Case(16, 4, recipe="full-save"),
+    Case(16, 1, recipe="zero3-heavy"),
+)
+
+
+def configuration(case: Case, folder: Path) -> Config:
+    """The run configuration of a row."""
+    layout: dict[str, Any] = {"pipeline": case.pipeline, "data": case.devices // (case.pipeline or 1)}
+    recovery = RecoveryConfig()
+    if not case.recipe:
+        assert case.pipeline is not None
+        layout |= {"zero": case.zero, "layers": (16 // case.pipeline,) * case.pipeline}
+        recovery = RecoveryConfig(policy=case.policy, ahead=1)
+    return Config(
+        model=ModelConfig(config=str(folder / "model.json")),
+        data=DataConfig(corpus=str(folder / "store"), seq_len=SEQ),
+        train=TrainConfig(steps=10**6, global_batch=SEQUENCES * case.devices, micro_batch=1),
+        parallel=ParallelConfig(tensor=1, **layout),
+        recovery=recovery,
+        machine=MachineConfig(
+            platform=str(folder / "profile.json"), devices=case.devices, memory=case.memory
+        ),
+        run=RunConfig(
+            backend="emulated", passes="all" if case.recipe else case.passes, out=str(folder / "run")
+        ),
+    )
+
+
+def plan_of(case: Case, folder: Path) -> Plan:
+    """The plan of a row."""
+    from ratrain.run_folder import resolve_plan
+
+    spec = ModelSpec.from_dict(MODEL)
+    return resolve_plan(
+        configuration(case, folder), spec, None, case.devices, case.recipe or None, to_run=True
+    )
+
+
+def work(folder: Path, cases: Sequence[Case], steps: int) -> int:
+    """A rank: measures the links with the others, then runs a window of every row; rank 0 writes what it saw."""
+    from ratrain.runtime.worker import worker_main
+
+    def body(rendezvous: Any, heartbeat: Any) -> int:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        measure_device(folder, sorted({c.devices // (c.pipeline or 1) for c in cases} - {1} | {2}))
+        plans: list[Any] = [None]
+        if rendezvous.rank == 0:
+            plans = [[plan_of(case, folder).to_json() for case in cases]]
+        dist.broadcast_object_list(plans)
+        seen = {}
+        for case, written in zip(cases, plans[0]):
+            seen[case.name] = window(case, Plan.from_json(written), folder, rendezvous.rank, steps)
+            if rendezvous.rank == 0:
+                print(f"{case.name}: {' '.join(f'{s:.3f}' for s in seen[case.name])} s", flush=True)
+        if rendezvous.rank == 0:
+            (folder / f"measured-{cases[0].devices}.json").write_text(
+                json.dumps({"seconds": seen, "plans": dict(zip(seen, plans[0]))})
+            )
+        return 0
+
+    return worker_main(body)
+
+
+def measure_device(folder: Path, groups: Sequence[int]) -> None:
+    """Measures the links and what the host itself does in a step; rank 0 writes the profile of an emulated device."""
+    import torch.distributed as dist
+
+    from ratrain.machine.measure import measure_optimizer, origin
+    from ratrain.machine.measure_links import measure_links
+
+    sizes = (4_096, 65_536, 262_144, 1_048_576, 4_194_304)
+    links = measure_links(groups, sizes, rounds=3)
+    if dist.get_rank() == 0:
+        host = Profile(
+            origin=origin(dist.get_world_size()),
+            models={},
+            blocks=(),
+            optimizer_rate=1.0,
+            norm_rate=measure_optimizer(rounds=3)[1],
+            runtime_base_memory=0.0,
+            communications=links,
+            slowdown_under_communication=1.0,
+            drag_under_compute=1.0,
+        )
+        DEVICE.profile(host, MODEL, SEQ).save(folder / "profile.json")
+    dist.barrier()
+
+
+def window(case: Case, plan: Plan, folder: Path, rank: int, steps: int) -> list[float]:
+    """Step times of a fresh trainer of this row, those of `RESERVE` left out; empty but on rank 0."""
+    import torch
+
+    from ratrain.plan.forecasting import action_seconds
+    from ratrain.runtime.mesh import build_mesh
+    from ratrain.runtime.work import Assignment, make_trainer
+
+    config, spec = configuration(case, folder), ModelSpec.from_dict(MODEL)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps + RESERVE))
+    assignment = Assignment(
+        config=config,
+        spec=spec,
+        layout=plan.layout(),
+        passes=plan.passes,
+        micro_batch=plan.micro_batch,
+        slice_tokens=plan.slice_tokens,
+        formats=(plan.view, plan.grad, plan.reduce),
+        weights=None,
+        train=folder / "store" / "train",
+        validation=None,
+        resume=None,
+        folder=folder,
+        checkpoints=folder / "checkpoints",
+        identity={},
+        durations=action_seconds(plan, spec, config),
+    )
+    mesh = build_mesh(plan.pipeline, plan.data, rank, plan.layout().tied_across)
+    times: list[float] = []
+    traces = folder / f"trace-{case.name.replace(' ', '_')}.json"
+
+    class Keep:
+        def update(self, metrics: Any) -> None:
+            times.append(metrics["step_time_s"])
+
+        def evaluation(self, metrics: Any) -> None: ...
+        def note(self, text: str) -> None: ...
+        def trace(self, timeline: Any) -> None:
+            traces.write_text(json.dumps(timeline.to_json()))
+
+    make_trainer(assignment, mesh, torch.device("cpu"), Keep() if rank == 0 else None, save_last=False).run()
+    return times[RESERVE - 1 : -1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, nargs="*", default=[8, 16])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--link", default="200mbit")
+    parser.add_argument("--only", help="rows whose name has this in it")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", type=Path, help="folder to work in, kept")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
+    def rows_of(devices: int) -> list[Case]:
+        return [case for case in CASES if case.devices == devices and (args.only or "") in case.name]
+
+    if args.worker:
+        sys.exit(work(args.worker, rows_of(args.devices[0]), args.steps))
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for devices in args.devices:
+            folder = (args.keep or Path(name)) / str(devices)
+            prepare(folder)
+            rest = ["--only", args.only] if args.only else []
+            command = ["--worker", str(folder), "--devices", str(devices), "--steps", str(args.steps), *rest]
+            start(devices, args.link, [sys.executable, str(Path(__file__).resolve()), *command])
+            rows += judge(rows_of(devices), folder)
+    report(rows)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+def prepare(folder: Path) -> None:
+    """A token store of the size that the runs need, and the model's configuration."""
+    import numpy as np
+
+    from ratrain.data.store import write_store
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    tokens = np.random.default_rng(0).integers(0, MODEL["vocab_size"], 200_000)  # type: ignore[call-overload]
+    with write_store(
+        folder / "store" / "train",
+        vocab_size=MODEL["vocab_size"],
+        end_id=0,
+        tokenizer="none",
+        source="random",
+    ) as out:  # type: ignore[arg-type]
+        out.add_tokens(tokens)
+
+
+def start(devices: int, link: str, command: list[str]) -> None:
+    """A rank of `command` on each of as many hosts as there are devices."""
+    from cluster import Cluster
+
+    shared = {
+        "WORLD_SIZE": str(devices),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+    }
+    with Cluster(hosts=devices, rate=link) as cluster:
+        ranks = [cluster.start(h, command, env={**shared, "RANK": str(h)}) for h in range(devices)]
+        if any([rank.wait() for rank in ranks]):
+            raise SystemExit("a run failed")
+
+
+def judge(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
+    """Measured beside forecast, a row each."""
+    from ratrain.plan.forecasting import forecast_step
+
+    spec = ModelSpec.from_dict(MODEL)
+    measured = json.loads((folder / f"measured-{cases[0].devices}.json").read_text())
+    rows = []
+    for case in cases:
+        plan = Plan.from_json(measured["plans"][case.name])
+        step = forecast_step(plan, spec, configuration(case, folder)).simulation
+        layers = max(plan.layers)
+        rows.append(
+            {
+                "row": case.name,
+                "recipe": case.recipe,
+                "devices": case.devices,
+                "layout": f"P{plan.pipeline} D{plan.data} Z{plan.zero}",
+                "layers": list(plan.layers),
+                "measured": statistics.median(measured["seconds"][case.name]),
+                "all": measured["seconds"][case.name],
+                "forecast": step.step,
+                "trivial": layers * sum(DEVICE.layer) * (plan.micro_batches + plan.pipeline - 1),
+                "peak_bytes": max(step.peak),
+            }
+        )
+    return rows
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """The table, mean and worst errors, and whether the order of the recipes came out right."""
+    from ratrain.report.table import render_table
+
+    rate = statistics.median(row["trivial"] / row["measured"] for row in rows)
+    table, errors, plain = [], [], []
+    for row in rows:
+        errors.append(row["forecast"] / row["measured"] - 1)
+        plain.append(row["trivial"] / rate / row["measured"] - 1)
+        table.append(
+            (
+                row["row"],
+                row["layout"],
+                f"{row['measured']:.3f}",
+                f"{row['forecast']:.3f}",
+                f"{errors[-1]:+.1%}",
+                f"{plain[-1]:+.1%}",
+                f"{row['peak_bytes'] / 1e6:.0f}",
+            )
+        )
+    print(render_table(("row", "layout", "measured s", "forecast s", "error", "trivial", "peak MB"), table))
+    for name, values in (("forecast", errors), ("trivial model", plain)):
+        mean = sum(map(abs, values)) / len(values)
+        print(f"{name}: mean error {mean:.1%}, worst {max(map(abs, values)):.1%}, over {len(values)} rows")
+    named = [row for row in rows if row["recipe"]]
+    for key in ("measured", "forecast"):
+        print(f"{key}: {' < '.join(row['recipe'] for row in sorted(named, key=lambda row: row[key]))}")
+
+
+if __name__ == "__main__":
+    main()
