@@ -50,7 +50,8 @@ class Cluster:
         hosts: how many, 1 to 254. rate: of each host's link, each direction, as ``tc`` writes it
         (``450mbit``); None: not limited. delay: added to each packet that a host sends, as ``tc`` writes it
         (``1ms``); needs the kernel's netem. pin: run what starts on host ``i`` on core ``i`` (modulo the
-        number of cores).
+        number of cores). congestion: TCP's congestion control, as ``ip route`` calls it (``cubic``); None: this
+        machine's own. queue: how long a packet may wait for its link before it is dropped, as ``tc`` writes it.
 
     Use it from the main thread: processes on the hosts die with the thread that started them.
 
@@ -59,12 +60,20 @@ class Cluster:
     """
 
     def __init__(
-        self, hosts: int, rate: str | None = None, delay: str | None = None, pin: bool = False
+        self,
+        hosts: int,
+        rate: str | None = None,
+        delay: str | None = None,
+        pin: bool = False,
+        congestion: str | None = None,
+        queue: str = "50ms",
     ) -> None:
         self.hosts = hosts
         self.rate = rate
         self.delay = delay
         self.pin = pin
+        self.congestion = congestion
+        self.queue = queue
         self._switch: _Namespace | None = None
         self._hosts: list[_Namespace] = []
 
@@ -167,9 +176,16 @@ class Cluster:
             namespace.ip("link set lo up")
             namespace.ip(f"addr add {self.address(host)}/24 dev {INTERFACE}")
             namespace.ip(f"link set {INTERFACE} up")
+            if self.congestion is not None:
+                network = (
+                    f"{self.address(host).rpartition('.')[0]}.0/24 dev {INTERFACE} src {self.address(host)}"
+                )
+                namespace.ip(f"route replace {network} congctl {self.congestion}")
             for side, device in ((namespace, INTERFACE), (self._switch, port)):
                 if self.rate is not None:
-                    side.tc(f"qdisc add dev {device} root handle 1: tbf {_bucket(self.rate)}")
+                    side.tc(
+                        f"qdisc add dev {device} root handle 1: tbf {_bucket(self.rate)} latency {self.queue}"
+                    )
             if self.delay is not None:
                 parent = "root" if self.rate is None else "parent 1:1"
                 try:
@@ -253,7 +269,7 @@ def _bucket(rate: str) -> str:
     if match is None:
         raise ClusterUnavailable(f"rate {rate!r} is not of the form 450mbit (units: {', '.join(_UNITS)})")
     burst = max(65536 + 2048, int(float(match[1]) * _UNITS[match[2]] / 8 * 4e-3))
-    return f"rate {rate} burst {burst} latency 50ms"
+    return f"rate {rate} burst {burst}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

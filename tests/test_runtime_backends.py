@@ -38,7 +38,9 @@ def test_the_chip_follows_torch(tmp_path: Path) -> None:
 
 
 def test_emulated_devices_wait_and_send_for_real(tmp_path: Path) -> None:
-    toml = write_run(tmp_path, train__steps=3, recovery__policy="inputs")
+    toml = write_run(tmp_path, train__steps=3, recovery__policy="inputs", parallel__zero=2)
     assert trained(toml, tmp_path / "out", "run.backend=emulated") == [0.0, 0.0, 0.0]
-    exposed = [entry["exposed_by_cause"] for entry in metrics(tmp_path / "out") if "loss" in entry]
+    updates = [entry for entry in metrics(tmp_path / "out") if "loss" in entry]
+    assert all(entry["grad_norm"] == 0.0 and not entry["skipped"] for entry in updates)
+    exposed = [entry["exposed_by_cause"] for entry in updates]
     assert any("RECV_GRAD" in causes for causes in exposed)

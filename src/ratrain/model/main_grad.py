@@ -56,6 +56,13 @@ def accumulate(parameter: Tensor, gradient: Tensor) -> None:
         main_grad.add_(gradient)
 
 
+def zero_if_fresh(parameter: Tensor) -> None:
+    """Contribute a gradient of zero to the parameter's `main_grad`."""
+    main_grad, fresh = _take(parameter)
+    if fresh:
+        main_grad.zero_()
+
+
 def accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     """Add `left @ right` (`[rows, k]` and `[k, columns]`) to the `[rows, columns]` `main_grad`; without a
     temporary where the dtypes agree."""

@@ -36,9 +36,11 @@ def speedups(table: Table) -> bytes | None:
             each.barh(y - 0.19, cell.ours or 0.0, 0.36, color=_OURS, label="predicted" if y == 0 else None)
             each.barh(y + 0.19, cell.paper, 0.36, color=_PAPERS, label="published" if y == 0 else None)
             if cell.low is not None and cell.high is not None:
-                each.plot([cell.low, cell.high], [y - 0.19] * 2, "|-", color="0.2", lw=1.2)
+                span = each.plot([cell.low, cell.high], [y - 0.19] * 2, "|-", color="0.2", lw=1.2)
+                span[0].set_label("predicted at other degrees")
         _rows(each, [cell.row for cell in part], name)
-    axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=2, frameon=False)
+    keys = {name: key for key, name in zip(*axes[-1].get_legend_handles_labels())}
+    figure.legend(keys.values(), keys.keys(), loc="outside upper center", ncols=3, frameon=False)
     return _png(figure)
 
 
@@ -75,11 +77,11 @@ def memory(table: Table, budget: int) -> bytes | None:
             if cell.row == name and cell.ours is not None:
                 y, size = recipes.index(cell.quantity.removesuffix(OF_PEAK)), cell.ours / 1e9
                 axes.barh(y, size, 0.7, color=_BAD if cell.ours > budget else _OURS)
-                axes.text(size, y, f" {size:.1f}", va="center", size=8)
+                # Inside its bar: beside it the line of the budget would cross many.
+                axes.text(size, y, f"{size:.1f} ", va="center", ha="right", color="white", size=8)
         axes.axvline(budget / 1e9, color=_BAD, ls="--", lw=1)
         _rows(axes, recipes, f"peak, GB; budget {budget / 1e9:g}")
         axes.set_title(name, size=10)
-        axes.margins(x=0.2)
     return _png(figure)
 
 

@@ -7,6 +7,8 @@ larger than this machine run with real processes and real messages.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from ratrain.errors import UserError
 from ratrain.model.blocks import Block, EmbedBlock, HeadBlock, LayerBlock
-from ratrain.model.main_grad import accumulate, has_main_grad
+from ratrain.model.main_grad import accumulate, has_main_grad, zero_if_fresh
 from ratrain.runtime.units import StateUnit
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ class TorchBackend:
 
     def adopt(self, block: Block) -> None:
         """Called once per block, after its parameters are bound."""
+
+    def begin(self) -> None:
+        """Called when an action on a block begins."""
 
     def update(self, unit: StateUnit, lr: float, scale: float) -> None:
         """One optimizer step on the unit's shard; see `StateUnit.update`."""
@@ -93,10 +98,19 @@ class Mt3000Backend(TorchBackend):
 
 
 class EmulatedBackend(TorchBackend):
-    """Waits instead of computing. What a block hands on has the right shape and no meaning."""
+    """Waits instead of computing. What a block hands on has the right shape and no meaning; gradients are zero.
+
+    A wait ends when the device would be through, counted from when the action began: what the host does meanwhile
+    is part of it, as it is part of a measured block's time.
+    """
 
     def __init__(self, durations: Durations) -> None:
         self._durations = durations
+        self._began = 0.0
+        _wake_sharply()
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
 
     def adopt(self, block: Block) -> None:
         block.forward = partial(self._forward, block)
@@ -106,32 +120,47 @@ class EmulatedBackend(TorchBackend):
 
     def _forward(self, block: Block, x: Tensor, *rest: Any) -> Tensor:
         kind = "RECOVER" if block.is_rebuilding else "FORWARD"
-        result: Tensor = _Wait.apply(
-            x, block, self._durations[f"{kind} {block.name}"], self._durations[f"BACKWARD {block.name}"]
-        )
+        result: Tensor = _Wait.apply(x, next(block.parameters()), self, block)
+        self.wait(f"{kind} {block.name}")
         return result
+
+    def wait(self, action: str) -> None:
+        """Sleeps until the action that has begun would be over on the device."""
+        left = self._began + self._durations[action] - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
 
 
 class _Wait(torch.autograd.Function):
-    """A block that takes time: forward and backward are waits, gradients are zero."""
+    """A block whose backward takes time, and whose gradients are zero. `weight` ties it to the graph: an embedding's
+    input needs no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block, forward_s: float, backward_s: float) -> Tensor:
-        time.sleep(forward_s)
-        ctx.backward_s, ctx.like = backward_s, x if x.is_floating_point() else None
+    def forward(ctx: Any, x: Tensor, weight: Tensor, backend: EmulatedBackend, block: Block) -> Tensor:
+        ctx.backend, ctx.block, ctx.like = backend, block, x if x.is_floating_point() else None
         if block.name == "head":
             return x.new_zeros(())
         if block.name == "embed":
-            weight = next(block.parameters())
-            out = torch.zeros(*x.shape, block.spec.hidden, dtype=weight.dtype)
-            return out.requires_grad_()
+            return torch.zeros(*x.shape, block.spec.hidden, dtype=weight.dtype)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        time.sleep(ctx.backward_s)
+        for parameter in ctx.block.parameters():
+            zero_if_fresh(parameter)
         like = ctx.like
-        return (None if like is None else torch.zeros_like(like)), None, None, None
+        upstream = None if like is None else torch.zeros_like(like)
+        ctx.backend.wait(f"BACKWARD {ctx.block.name}")
+        return upstream, None, None, None
+
+
+def _wake_sharply() -> None:
+    """Linux lets a sleeper oversleep by 50 us, so that wake-ups can be joined; this thread's is to be on time."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
+
+
+_PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
 
 def make_backend(name: str, durations: Durations) -> TorchBackend:

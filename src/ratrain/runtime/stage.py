@@ -159,6 +159,7 @@ class Stage:
         return range(start, start + self.micro_batch)
 
     def forward(self, action: Action, step: StageStep) -> None:
+        self.backend.begin()
         name, j = _block(action)
         block = self.blocks[name]
         if name == EMBED:
@@ -186,11 +187,13 @@ class Stage:
             self._inputs[self.next_block[name], j] = output
 
     def recover(self, action: Action, step: StageStep) -> None:
+        self.backend.begin()
         name, j = _block(action)
         self._seed(step, j, name)
         self._segments[name, j].recover()
 
     def backward(self, action: Action, step: StageStep) -> None:
+        self.backend.begin()
         name, j = _block(action)
         for unit in self._opens[name]:
             self.units[unit].open_gradient()
