@@ -71,7 +71,7 @@ CASES = [
         for b, p in ((1, "keep"), (2, "inputs"))
     ),
     *(Case(m, 1, 2, zero=z) for m in ("narrow", "wide", "middle") for z in (0, 1, 2)),
-    *(Case("wide", 1, 2, zero=3, micro_batch=b) for b in (1, 2)),
+    *(Case("narrow", 1, 2, zero=3, micro_batch=b) for b in (1, 2)),
     *(Case(m, 2, 1, layers=(5, 3), policy=p) for m in ("wide", "middle") for p in ("elementwise", "mlp")),
     Case("wide", 2, 1, policy="inputs", passes="none"),
     Case("middle", 2, 1, layers=(3, 5)),

@@ -34,8 +34,9 @@ _SHARD, _SHARDS = 2_000_000, 8
 _CHAIN_BYTES, _MOST_LAYERS = 256_000_000, 8
 """How much the layers of a chain may take, in which blocks are timed, and how many they are at most."""
 _BASE_PROBE = (
-    "import psutil, torch, torch.distributed, transformers.models.llama.modeling_llama; "
-    "a = torch.ones(64, 64, requires_grad=True); (a @ a).sum().backward(); "
+    "import psutil, torch, torch.distributed.checkpoint, transformers.models.llama.modeling_llama; "
+    "import ratrain.runtime.work, ratrain.report.recorder; "
+    "a = torch.ones(256, 256, requires_grad=True); (a @ a).relu().sum().backward(); "
     "print(psutil.Process().memory_info().rss)"
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 
@@ -45,11 +45,40 @@ five of its two products' size, since the scores are computed again."""
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Of one block and micro-batch. `recover` by rung is what the backward does not include."""
+    """Of one block and micro-batch.
+
+    forward, backward  on the rung `keep`
+    recover            by rung, what the backward does not include
+    passes             (forward, backward) on other rungs where they are known to differ: saving nothing takes
+                       less time than saving everything, and picking what to save takes more
+    """
 
     forward: float
     backward: float
     recover: Mapping[str, float]
+    passes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def on(self, rung: str) -> tuple[float, float]:
+        """Forward and backward on a rung."""
+        return self.passes.get(rung, (self.forward, self.backward))
+
+    @property
+    def least(self) -> float:
+        """Forward and backward on the rung where they take least."""
+        return min(sum(self.on(rung)) for rung in RUNGS)
+
+    def changed(self, times: float = 1.0, plus: float = 0.0, recover_plus: float = 0.0) -> BlockSeconds:
+        """Every pass `times` as long and `plus` longer; recoveries that do something, `recover_plus`."""
+        recover = {
+            r: times * s + (recover_plus if r == "inputs" and s > 0 else 0.0) for r, s in self.recover.items()
+        }
+        passes = {r: (times * f + plus, times * b + plus) for r, (f, b) in self.passes.items()}
+        return BlockSeconds(
+            times * self.forward + plus,
+            times * self.backward + plus,
+            MappingProxyType(recover),
+            MappingProxyType(passes),
+        )
 
 
 Blocks = Callable[[ModelSpec, str, int, int], BlockSeconds]
@@ -85,7 +114,7 @@ class Compute:
 
     def block(self, spec: ModelSpec, block: str, micro_batch: int, seq_len: int) -> BlockSeconds:
         """Seconds of `block` of `spec` (its tensor-parallel slice, where there is one)."""
-        return scaled(self.blocks(spec, block, micro_batch, seq_len), 1 / self.efficiency)
+        return self.blocks(spec, block, micro_batch, seq_len).changed(1 / self.efficiency)
 
     def update(self, parameters: int) -> float:
         """Seconds to update that many owned parameters."""
@@ -183,14 +212,7 @@ class _PerSample:
         self.one = one
 
     def __call__(self, spec: ModelSpec, block: str, micro_batch: int, seq_len: int) -> BlockSeconds:
-        sample = self.one(spec, block, 1, seq_len)
-        return scaled(sample, micro_batch)
-
-
-def scaled(block: BlockSeconds, times: float) -> BlockSeconds:
-    """All of its times multiplied."""
-    recover = MappingProxyType({rung: seconds * times for rung, seconds in block.recover.items()})
-    return BlockSeconds(block.forward * times, block.backward * times, recover)
+        return self.one(spec, block, 1, seq_len).changed(micro_batch)
 
 
 class _Measured:
@@ -218,7 +240,12 @@ class _Measured:
                 rung: found[1] if found else unknown for rung, found in by_rung.items()
             }
             recover["keep"] = 0.0
-            self.known[key] = BlockSeconds(kept[0], kept[2], MappingProxyType(recover))
+            passes: dict[str, tuple[float, float]] = {
+                rung: (found[0], found[2]) for rung, found in by_rung.items() if found
+            }
+            self.known[key] = BlockSeconds(
+                kept[0], kept[2], MappingProxyType(recover), MappingProxyType(passes)
+            )
         return self.known[key]
 
     def _at(

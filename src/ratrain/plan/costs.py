@@ -19,6 +19,9 @@ from ratrain.simulate.cost import Network as Ports
 
 LEVELS = ("within_node", "between_nodes")
 
+_ADDITION, _COPY = 3, 2
+"""Memory traffic of adding one vector to another, and of a copy, in multiples of what a norm reads."""
+
 
 class Costs:
     """Prices the actions of one plan on one machine.
@@ -61,11 +64,11 @@ class Costs:
 
     def forward(self, a: Action) -> Cost:
         """FORWARD of a block."""
-        return Cost(self.block(a.unit or "").forward)
+        return Cost(self.block(a.unit or "").on(self._rung(a))[0])
 
     def backward(self, a: Action) -> Cost:
         """BACKWARD of a block, without recovery."""
-        return Cost(self.block(a.unit or "").backward)
+        return Cost(self.block(a.unit or "").on(self._rung(a))[1])
 
     def recover(self, a: Action) -> Cost:
         """RECOVER of a block from its rung."""
@@ -73,8 +76,7 @@ class Costs:
 
     def update(self, a: Action) -> Cost:
         """UPDATE_SHARD: the owned part of a unit."""
-        size = self.states.padded(a.unit or "")
-        return Cost(self.compute.update(size // self.plan.data if self.plan.zero else size))
+        return Cost(self.compute.update(self._owned(a.unit)))
 
     def send(self, a: Action) -> Cost:
         """SEND_ACT, SEND_GRAD."""
@@ -85,31 +87,48 @@ class Costs:
         return self._moved(a.stage, self.links.message(self.message), ("in",))
 
     def synchronise(self, a: Action) -> Cost:
-        """GRAD_SYNC: ZeRO-0 needs the whole sum on every replica."""
+        """GRAD_SYNC: ZeRO-0 needs the whole sum on every replica, ZeRO-2 and 3 add the micro-batch's to their shard."""
         kind = "reduce_scatter" if self.plan.zero else "all_reduce"
         size = self.states.padded(a.unit or "") * self.plan.precision.reduce_bytes
-        return self._moved(a.stage, self.links.over_replicas(kind, size), ("out", "in"))  # type: ignore[arg-type]
+        moved = self._moved(a.stage, self.links.over_replicas(kind, size), ("out", "in"))  # type: ignore[arg-type]
+        if self.plan.zero < 2:
+            return moved
+        return moved._replace(seconds=moved.seconds + _ADDITION * self.compute.norm(self._owned(a.unit)))
 
     def tied(self, a: Action) -> Cost:
         """TIED_SYNC: first and last stage exchange what they own of the matrix's gradient."""
-        size = self.states.padded(a.unit or "") // (self.plan.data if self.plan.zero else 1)
-        flow = self.links.message(size * self.plan.precision.grad_bytes)
+        flow = self.links.message(self._owned(a.unit) * self.plan.precision.grad_bytes)
         return self._moved(a.stage, flow, ("out", "in"))
 
     def norm(self, a: Action) -> Cost:
         """GRAD_NORM: every rank's own squares, then a small exchange."""
-        sizes = [self.states.padded(unit.name) for unit in self.layout.units[a.stage]]
-        owned = sum(sizes) // (self.plan.data if self.plan.zero else 1)
+        owned = sum(self._owned(unit.name) for unit in self.layout.units[a.stage])
         return Cost(self.compute.norm(owned) + self.links.rendezvous(self.plan.ranks).latency)
 
     def gather(self, a: Action) -> Cost:
-        """PREFETCH_VIEW."""
+        """PREFETCH_VIEW: under ZeRO-3 the own part is copied in first."""
         size = self.states.padded(a.unit or "") * self.plan.precision.view_bytes
-        return self._moved(a.stage, self.links.over_replicas("all_gather", size), ("out", "in"))
+        moved = self._moved(a.stage, self.links.over_replicas("all_gather", size), ("out", "in"))
+        if self.plan.zero < 3:
+            return moved
+        return moved._replace(seconds=moved.seconds + _COPY * self.compute.norm(self._owned(a.unit)))
 
     def release(self, a: Action) -> Cost:
         """RELEASE is free."""
         return Cost(0.0)
+
+    def _owned(self, unit: str | None) -> int:
+        """Parameters of a unit that a rank updates."""
+        size = self.states.padded(unit or "")
+        return size // self.plan.data if self.plan.zero else size
+
+    def _rung(self, a: Action) -> str:
+        """What most of the block's micro-batches keep: the last stage drops nothing where recovery is elided."""
+        layout = self.layout
+        elides = layout.elide and "forward_side_recovery" in self.plan.passes
+        if elides and (self.plan.micro_batches == 1 or a.stage == layout.pipeline - 1):
+            return "keep"
+        return layout.rung(a.stage, a.unit or "")
 
     def _moved(self, stage: int, flow: Flow, directions: tuple[str, ...]) -> Cost:
         loads: dict[tuple[str, int, str], float] = {}
@@ -127,8 +146,7 @@ def with_tensor(plain: BlockSeconds, block: str, joined: float) -> BlockSeconds:
     if joined == 0.0:
         return plain
     times = 1 if block in (EMBED, HEAD) else ALL_REDUCES
-    recover = {rung: s + (joined if rung == "inputs" and s > 0 else 0.0) for rung, s in plain.recover.items()}
-    return BlockSeconds(plain.forward + times * joined, plain.backward + times * joined, recover)
+    return plain.changed(plus=times * joined, recover_plus=joined)
 
 
 _HANDLERS: dict[Kind, Callable[[Costs, Action], Cost]] = {

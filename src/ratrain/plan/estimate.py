@@ -61,10 +61,8 @@ def lower_bound(shape: Shape) -> float:
     """Seconds below which no placement of the shape can be: the work shared out evenly, and one micro-batch's
     way through it."""
     layer, ends = shape.least_seconds(LAYER), [shape.least_seconds(EMBED), shape.least_seconds(HEAD)]
-    work = shape.request.spec.layers * (layer.forward + layer.backward)
-    work += sum(end.forward + end.backward for end in ends)
-    head = ends[1].forward + ends[1].backward
-    cycle = max(work / shape.pipeline, head, shape.least_links)
+    work = shape.request.spec.layers * layer.least + sum(end.least for end in ends)
+    cycle = max(work / shape.pipeline, ends[1].least, shape.least_links)
     return work + (shape.micro_batches - 1) * cycle
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ratrain.machine.collectives import Kind
 from ratrain.model.spec import RUNGS
 from ratrain.plan.activations import ActivationModel
-from ratrain.plan.compute import BlockSeconds, Compute, scaled
+from ratrain.plan.compute import BlockSeconds, Compute
 from ratrain.plan.costs import with_tensor
 from ratrain.plan.memory import StateModel, activation_peak
 from ratrain.plan.network import Network
@@ -124,7 +124,7 @@ class Shape:
         request = self.request
         whole = self.compute.block(request.spec, block, self.micro_batch, request.seq_len)
         joined = self.network.over_tensor(self.activations.message).seconds
-        return with_tensor(scaled(whole, 1 / self.tensor), block, joined)
+        return with_tensor(whole.changed(1 / self.tensor), block, joined)
 
     @cached_property
     def _seconds(self) -> dict[str, BlockSeconds]:
@@ -241,8 +241,10 @@ class Shape:
         first, last = index == 0, index == self.pipeline - 1
         blocks = [EMBED] * first + [LAYER] * len(rungs) + [HEAD] * last
         recover = [0.0] * first + [self.seconds(LAYER).recover[rung] for rung in rungs] + [0.0] * last
-        forward = [self.seconds(block).forward for block in blocks]
-        backward = [self.seconds(block).backward for block in blocks]
+        kept = ["keep"] * first + list(rungs) + ["keep"] * last
+        if last and self.forward_side:  # a micro-batch whose backward follows its forward drops nothing
+            kept = ["keep"] * len(blocks)
+        forward, backward = zip(*(self.seconds(block).on(rung) for block, rung in zip(blocks, kept)))
         waits = links = 0.0
         if self.states.sharded_gradients:
             reduce = [self._links[block][0] for block in blocks]
