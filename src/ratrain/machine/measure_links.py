@@ -46,6 +46,7 @@ def measure_links(
                 sent = collective(kind, "pairwise", n, size, _IDEAL).bytes_per_member
                 points.append((sent, _timed(kind, n, size, group, rounds)))
             results.append(Communication(kind, n, tuple(points)))
+        _leave(group)
     return tuple(results)
 
 
@@ -94,8 +95,17 @@ def measure_interference(
         dragged.append(beside.result() / alone)
     slowest = torch.tensor([statistics.median(slower), statistics.median(dragged)])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    _leave(group)
     first, second = slowest.tolist()
     return max(1.0, first), max(1.0, second)
+
+
+def _leave(group: Any) -> None:
+    """Ends a group of which this rank may not be a member: groups hold threads."""
+    import torch.distributed as dist
+
+    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        dist.destroy_process_group(group)
 
 
 def _seconds(operation: Callable[[], object]) -> float:
