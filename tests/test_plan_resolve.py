@@ -11,8 +11,8 @@ import pytest
 from ratrain.config import Config, parse_config
 from ratrain.errors import UserError
 from ratrain.plan.placement import even_layers
-from ratrain.plan.request import resolve_policy
-from ratrain.plan.resolve import resolve
+from ratrain.plan.request import read_request, resolve_policy
+from ratrain.plan.resolve import compute_of, resolve
 from test_plan_plan import tiny_spec
 
 
@@ -99,6 +99,15 @@ def test_auto_takes_what_fits() -> None:
     plan = resolve(config(parallel=auto, recovery={"policy": "auto"}), tiny_spec(), devices=4)
     assert plan.ranks == 4
     refuse("no layout of 4 devices fits 1.00 MB each", 4, None, parallel=auto, machine={"memory": "1 MB"})
+
+
+def test_more_processes_than_cores_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(cores: int, devices: int) -> float:
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+        request = read_request(config(machine={"platform": "local"}), tiny_spec(), devices)
+        return compute_of(request).block(tiny_spec(), "layer0", 1, 64).forward
+
+    assert forward(2, 4) == pytest.approx(2 * forward(4, 4)) == pytest.approx(2 * forward(8, 4))
 
 
 def test_planning_needs_no_torch(tmp_path: Path) -> None:

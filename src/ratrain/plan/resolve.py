@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from ratrain.config import Config
 from ratrain.errors import UserError
+from ratrain.machine.platform import LOCAL
 from ratrain.model.spec import ModelSpec
 from ratrain.plan.compute import Compute
 from ratrain.plan.explain import impossible, reasons_for
@@ -77,5 +80,10 @@ def explicit(request: Request) -> Plan:
 
 
 def compute_of(request: Request) -> Compute:
-    """What prices a request: its profile or its platform."""
-    return Compute(request.target.source, request.precision.view)
+    """What prices a request: its profile or its platform. On this machine, not measured, processes share cores."""
+    compute = Compute(request.target.source, request.precision.view)
+    platform = request.target.platform
+    if platform is not None and platform.name == LOCAL:
+        cores = len(os.sched_getaffinity(0))
+        return compute.at(compute.efficiency * min(1.0, cores / request.devices))
+    return compute

@@ -24,14 +24,17 @@ def report_command(run_dir: Path, as_json: bool) -> None:
         print()
         rows = [(c, seconds(s), f"{s / account.step_time:.1%}") for c, s in account.causes.items()]
         print(render_table(("exposed on", "mean", "of the step"), rows))
-    _print_misses(account)
+    _print_misses(account, run.forecast.basis if run.forecast else "")
     print(f"\n{path}")
 
 
-def _print_misses(account: Account) -> None:
+def _print_misses(account: Account, basis: str) -> None:
     if account.step is None or account.forecast is None:
         return
     told, took = account.forecast.time, account.step.time
-    print(f"\nForecast {seconds(told)} a step, measured {seconds(took)} ({took / told - 1:+.1%}).")
+    from_where = f" ({basis})" if basis else ""
+    print(
+        f"\nForecast{from_where} {seconds(told)} a step, measured {seconds(took)} ({took / told - 1:+.1%})."
+    )
     rows = [(m.action, m.place.rank, seconds(m.forecast), seconds(m.measured)) for m in account.misses[:3]]
     print(render_table(("furthest off", "rank", "forecast", "measured"), rows))

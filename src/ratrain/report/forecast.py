@@ -27,12 +27,14 @@ class Forecast:
     places        of the simulated ranks; replicas that do the same may be left out
     peak_bytes    per place; empty where memory was not forecast
     budget_bytes  memory of one device; None where no budget is set
+    basis         where its times are from, for people
     """
 
     timeline: Timeline
     places: tuple[Place, ...] = ()
     peak_bytes: tuple[int, ...] = ()
     budget_bytes: int | None = None
+    basis: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", places_of(self.timeline, self.places))
@@ -49,7 +51,7 @@ def forecast_of(plan: Plan, step: StepForecast) -> Forecast:
     """A plan's simulated step, with the places of the ranks that stand for their replicas."""
     places = tuple(Place(stage * plan.data, stage, 0) for stage in range(plan.pipeline))
     simulation = step.simulation
-    return Forecast(simulation.timeline, places, tuple(simulation.peak), plan.budget)
+    return Forecast(simulation.timeline, places, tuple(simulation.peak), plan.budget, step.basis)
 
 
 def write_forecast(forecast: Forecast, path: Path) -> None:
@@ -60,6 +62,7 @@ def write_forecast(forecast: Forecast, path: Path) -> None:
         "ranks": [place.to_json() for place in forecast.places],
         "peak_bytes": list(forecast.peak_bytes),
         "budget_bytes": forecast.budget_bytes,
+        "basis": forecast.basis,
     }
     write_whole(path, json.dumps(data, separators=(",", ":")))
 
@@ -75,6 +78,7 @@ def read_forecast(path: Path) -> Forecast:
             tuple(Place.from_json(entry) for entry in data["ranks"]),
             tuple(int(peak) for peak in data["peak_bytes"]),
             data["budget_bytes"],
+            str(data.get("basis", "")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not a forecast of this version ({error}); simulate again") from error
