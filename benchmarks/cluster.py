@@ -26,7 +26,7 @@ from typing import IO, Self
 
 INTERFACE = "eth0"
 MASTER_PORT = 29500  # Free on every host: each has its own ports.
-_TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset")
+_TOOLS = ("ip", "tc", "sysctl", "unshare", "nsenter", "setpriv", "taskset")
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -52,6 +52,8 @@ class Cluster:
         (``1ms``); needs the kernel's netem. pin: run what starts on host ``i`` on core ``i`` (modulo the
         number of cores). congestion: TCP's congestion control, as ``ip route`` calls it (``cubic``); None: this
         machine's own. queue: how long a packet may wait for its link before it is dropped, as ``tc`` writes it.
+        unsent: bytes that one connection may have waiting for a host's link (tcp_limit_output_bytes): with few, a
+        message does not queue behind all that others have to send; None: the kernel's own.
 
     Use it from the main thread: processes on the hosts die with the thread that started them.
 
@@ -67,6 +69,7 @@ class Cluster:
         pin: bool = False,
         congestion: str | None = None,
         queue: str = "50ms",
+        unsent: int | None = None,
     ) -> None:
         self.hosts = hosts
         self.rate = rate
@@ -74,6 +77,7 @@ class Cluster:
         self.pin = pin
         self.congestion = congestion
         self.queue = queue
+        self.unsent = unsent
         self._switch: _Namespace | None = None
         self._hosts: list[_Namespace] = []
 
@@ -181,6 +185,8 @@ class Cluster:
                     f"{self.address(host).rpartition('.')[0]}.0/24 dev {INTERFACE} src {self.address(host)}"
                 )
                 namespace.ip(f"route replace {network} congctl {self.congestion}")
+            if self.unsent is not None:
+                namespace.set("net.ipv4.tcp_limit_output_bytes", self.unsent)
             for side, device in ((namespace, INTERFACE), (self._switch, port)):
                 if self.rate is not None:
                     side.tc(
@@ -232,6 +238,10 @@ class _Namespace:
     def tc(self, arguments: str) -> None:
         """``tc ARGUMENTS`` in here. Raises ClusterUnavailable if it fails."""
         self._configure("tc", arguments)
+
+    def set(self, name: str, value: int) -> None:
+        """A kernel setting of this network. Raises ClusterUnavailable if it fails."""
+        self._configure("sysctl", f"-w {name}={value}")
 
     def processes(self) -> list[int]:
         """Processes in here, without the one that keeps it."""

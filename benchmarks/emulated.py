@@ -298,7 +298,7 @@ def start(devices: int, link: str, command: list[str]) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
     }
-    with Cluster(hosts=devices, rate=link, congestion="cubic", queue="400ms") as cluster:
+    with Cluster(hosts=devices, rate=link, congestion="cubic", queue="400ms", unsent=131072) as cluster:
         ranks = [cluster.start(h, command, env={**shared, "RANK": str(h)}) for h in range(devices)]
         if any([rank.wait() for rank in ranks]):
             raise SystemExit("a run failed")

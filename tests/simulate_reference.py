@@ -25,6 +25,7 @@ class Running:
     left: Fraction
     loads: dict[object, Fraction] = field(default_factory=dict)
     flows: bool = False
+    connections: int = 1
 
 
 class Reference:
@@ -117,7 +118,8 @@ class Reference:
             loads: dict[object, Fraction] = {}
             for port, size in (load for c in costs for load in c.loads):
                 loads[port] = loads.get(port, Fraction(0)) + Fraction(size)
-            self.running.append(Running(came, Fraction(max(c.seconds for c in costs)), loads))
+            latency, connections = max(c.seconds for c in costs), max(c.connections for c in costs)
+            self.running.append(Running(came, Fraction(latency), loads, connections=connections))
 
     def _end_what_is_through(self) -> None:
         for job in list(self.running):
@@ -136,7 +138,9 @@ class Reference:
         flowing = [other for other in self.running if other.flows]
         if job.flows:
             pace = min(
-                Fraction(self.network.capacity[port]) / sum(port in o.loads for o in flowing) / size
+                Fraction(self.network.capacity[port])
+                * Fraction(job.connections, sum(o.connections for o in flowing if port in o.loads))
+                / size
                 for port, size in job.loads.items()
             )
             computing = {lane for o in self.running if self._computes(o) for lane, _, _ in o.members}

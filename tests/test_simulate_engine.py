@@ -40,7 +40,9 @@ def random_costs(seed: int, ports: bool) -> Callable[[Action], Cost]:
             return Cost(seconds)
         sides = ("out", "in") if kind not in SENDS + RECEIVES else ("out",) if kind in SENDS else ("in",)
         # Stages in pairs share a port, as devices of one node do.
-        return Cost(seconds, tuple(((side, stage // 2), draw.uniform(0.1, 2)) for side in sides))
+        return Cost(
+            seconds, tuple(((side, stage // 2), draw.uniform(0.1, 2)) for side in sides), draw.randint(1, 3)
+        )
 
     return lambda action: price(action.kind, action.stage, action.unit)
 

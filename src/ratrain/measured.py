@@ -155,6 +155,7 @@ def ablation(folder: Path, tell: Tell) -> Table:
 def _measured_links(folder: Path, tell: Tell) -> Path:
     """A profile of the emulated device behind this machine's links."""
     model, profile = _model(folder, _WIDE), folder / "profile.json"
+    folder.mkdir(parents=True, exist_ok=True)
     tell("measuring the links between 4 processes")
     seq_len = _EMULATED["data"]["seq_len"]
     _run(["profile", "--model", str(model), "--nproc", "4", "--seq-len", str(seq_len), "--out", str(profile)])

@@ -38,15 +38,18 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
+    from ratrain.measured import NAMES as MEASURED
     from ratrain.plan.reproduce.rows import PAPER, load_rows
     from ratrain.plan.reproduce.setting import calibrated
     from ratrain.plan.reproduce.tables import reproduce
     from ratrain.report.reproduction import write_reproduction
 
     setting = calibrated(load_rows(args.rows or PAPER), args.models)
-    tables, curves = reproduce(setting, set(args.only) if args.only else None), None
+    only = set(args.only) if args.only else None
+    simulated = only - set(MEASURED) if only and args.measured else only
+    tables, curves = reproduce(setting, simulated), None
     if args.measured:
-        measured, curves = _measured(args)
+        measured, curves = _measured(args, only or set(MEASURED))
         tables = (*tables, *measured)
     page = write_reproduction(setting, tables, args.out, curves)
     if args.json:
@@ -60,15 +63,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(args: argparse.Namespace) -> tuple[tuple[Table, ...], Curves]:
-    from ratrain.measured import ablation, correctness
+def _measured(args: argparse.Namespace, only: set[str]) -> tuple[list[Table], Curves | None]:
+    from ratrain.measured import ABLATION, CORRECTNESS, ablation, correctness
 
     def tell(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
     folder = args.out / "measured"
-    losses, curves = correctness(folder / "correctness", args.tokens, tell)
-    return (losses, ablation(folder / "emulated", tell)), curves
+    tables: list[Table] = []
+    curves = None
+    if CORRECTNESS in only:
+        losses, curves = correctness(folder / CORRECTNESS, args.tokens, tell)
+        tables.append(losses)
+    if ABLATION in only:
+        tables.append(ablation(folder / ABLATION, tell))
+    return tables, curves
 
 
 def text(table: Table) -> str:

@@ -137,7 +137,7 @@ class Costs:
                 for direction in directions:
                     port = (level, stage, "both" if self.links.half_duplex(level) else direction)
                     loads[port] = loads.get(port, 0.0) + seconds
-        return Cost(flow.latency, tuple(loads.items()))
+        return Cost(flow.latency, tuple(loads.items()), flow.connections)
 
 
 def with_tensor(plain: BlockSeconds, block: str, joined: float) -> BlockSeconds:

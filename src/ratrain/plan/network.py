@@ -26,12 +26,13 @@ def _loopback() -> Link:
 @dataclass(frozen=True)
 class Flow:
     """A transfer as one rank sees it: latency, and the seconds for which it would fill its own link and its
-    share of the node's uplink, each way; `turns` is 2 where both ways take turns."""
+    share of the node's uplink, each way; `turns` is 2 where both ways take turns; `connections` carry it."""
 
     latency: float = 0.0
     within: float = 0.0
     between: float = 0.0
     turns: int = 1
+    connections: int = 1
 
     @property
     def seconds(self) -> float:
@@ -108,7 +109,11 @@ class Network:
         measured = profile.communication(kind, nearest)
         steps = (members - 1) / (nearest - 1)
         sent = collective(kind, "ring", members, size, _loopback()).bytes_per_member
-        return Flow(measured.alpha * steps, max(0.0, measured.seconds(sent) - measured.alpha))
+        # The runtime's collectives are pairwise: each member sends to all others at once.
+        others = 1 if kind == "p2p" else members - 1
+        return Flow(
+            measured.alpha * steps, max(0.0, measured.seconds(sent) - measured.alpha), connections=others
+        )
 
 
 def _turns(kind: Kind, link: Link) -> int:

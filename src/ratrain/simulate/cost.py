@@ -17,6 +17,7 @@ class Cost(NamedTuple):
 
     seconds  local action: its duration. Communication: what passes before bytes flow (steps times latency)
     loads    communication: (port, bytes) that this member moves through its ports
+    connections  communication: how many carry it side by side through each port
 
     A transfer or collective lasts the longest `seconds` of its members, then as long as all their loads
     together take. So a SEND states what leaves its rank and the RECV what enters its own. Replicas that do
@@ -25,6 +26,7 @@ class Cost(NamedTuple):
 
     seconds: float
     loads: tuple[tuple[Port, float], ...] = ()
+    connections: int = 1
 
 
 CostOf = Callable[[Action], Cost]
@@ -38,8 +40,8 @@ class Network:
     slowdown  multiplies a rank's local compute time while one of its transfers flows (1: none)
     drag      multiplies a transfer's time while one of its members computes (1: none)
 
-    A port divides equally among the transfers on it; a transfer runs at the pace of its slowest port, and
-    what it leaves unused of another goes to nobody.
+    A port divides equally among the connections on it, as TCP does; a transfer runs at the pace of its slowest
+    port, and what it leaves unused of another goes to nobody.
     """
 
     capacity: Mapping[Port, float]

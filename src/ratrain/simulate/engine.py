@@ -44,6 +44,7 @@ def run(
     port_start: Ints,
     port: Ints,
     load: Floats,
+    connections: Floats,
     capacity: Floats,
     slowdown: float,
     drag: float,
@@ -85,6 +86,7 @@ def run(
     free, n_free = np.arange(queues), queues
     on_port = np.zeros((len(capacity), queues), np.int64)
     n_on_port = np.zeros(len(capacity), np.int64)
+    shares = np.zeros(len(capacity))  # connections on a port
     changed, n_changed, in_changed = (
         np.zeros(len(capacity), np.int64),
         0,
@@ -157,6 +159,7 @@ def run(
                     remaining[job], since[job], rate[job] = 1.0, now, 0.0  # its whole, at no pace yet
                 for i in range(port_start[ports], port_start[ports + 1]):
                     p = port[i]
+                    shares[p] += connections[ports] if begins else -connections[ports]
                     if begins:
                         on_port[p, n_on_port[p]] = slot
                         n_on_port[p] += 1
@@ -267,7 +270,7 @@ def run(
                 other = pattern[held[slot] % meetings]
                 pace = np.inf
                 for i in range(port_start[other], port_start[other + 1]):
-                    pace = min(pace, capacity[port[i]] / n_on_port[port[i]] / load[i])
+                    pace = min(pace, capacity[port[i]] * (connections[other] / shares[port[i]]) / load[i])
                 job = queues + slot
                 fair[slot] = pace
                 if pace != rate[job]:

@@ -40,6 +40,7 @@ class Tables(NamedTuple):
     port_start: Ints
     port: Ints
     load: Floats  # bytes, beside `port`
+    connections: Floats  # per pattern
     capacity: Floats  # bytes/s of each port
     slowdown: float
     drag: float
@@ -77,7 +78,7 @@ def tabulate(
     # All meetings that start with the same price have the same members but for their micro-batch.
     pattern = price[member[member_start[:-1]]]
     ports: dict[Port, int] = {}
-    port_start, port, load = _loads(costs, price, pattern, member_start, member, ports)
+    port_start, port, load, connections = _loads(costs, price, pattern, member_start, member, ports)
     on_compute = graph.stream == STREAMS.index("compute")
     is_forward = kind == KINDS.index(Kind.FORWARD)
     lanes = np.arange(len(graph.lanes))
@@ -107,6 +108,7 @@ def tabulate(
         port_start=port_start,
         port=port,
         load=load,
+        connections=connections,
         capacity=np.array([network.capacity[p] for p in ports], dtype=np.float64),
         slowdown=float(network.slowdown),
         drag=float(network.drag),
@@ -156,12 +158,15 @@ def _loads(
     member_start: Ints,
     member: Ints,
     ports: dict[Port, int],
-) -> tuple[Ints, Ints, Floats]:
-    """CSR over patterns: the summed loads of all members. Numbers the ports on the way."""
+) -> tuple[Ints, Ints, Floats, Floats]:
+    """CSR over patterns: the summed loads of all members, and the most connections of one. Numbers the ports on
+    the way."""
     rows: list[dict[int, float]] = [{} for _ in costs]
+    connections = np.ones(len(costs))
     used, example = np.unique(pattern, return_index=True)
     for row, k in zip(used.tolist(), example.tolist()):
         for node in member[member_start[k] : member_start[k + 1]].tolist():
+            connections[row] = max(connections[row], costs[price[node]].connections)
             for port, size in costs[price[node]].loads:
                 if size > 0:
                     number = ports.setdefault(port, len(ports))
@@ -170,4 +175,4 @@ def _loads(
     np.cumsum([len(row) for row in rows], out=start[1:])
     port = np.array([number for row in rows for number in row], dtype=np.int32)
     load = np.array([size for row in rows for size in row.values()], dtype=np.float64)
-    return start, port, load
+    return start, port, load, connections
