@@ -4,6 +4,7 @@
     python benchmarks/peers.py --row pp2-loopback --fresh     run one row again
     python benchmarks/peers.py --trace pp2-dp2-200mbit        where RATrain's time goes in that row
     python benchmarks/peers.py --table                        tables of what has been run
+    python benchmarks/peers.py --memory                       RATrain's peaks in them beside their forecasts
 
 Results are kept per row under `runs/race`; a row that was run with as many repetitions is not run again.
 """
@@ -19,10 +20,11 @@ from pathlib import Path
 from race.arena import race
 from race.overhead import overheads
 from race.profiles import with_profile
-from race.ratrain_plan import settled
+from race.ratrain_plan import plan_of, settled
 from race.results import Result, load, machine
 from race.rows import RATRAIN, Row, load_rows
 from race.tables import markdown
+from ratrain.plan.fit import with_memory
 from ratrain.program.timeline import Timeline
 from ratrain.report.places import Place
 
@@ -41,11 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="of a window, instead of the row's own")
     parser.add_argument("--fresh", action="store_true", help="run again what has been run")
     parser.add_argument("--table", action="store_true", help="only print what is there")
+    parser.add_argument("--memory", action="store_true", help="forecast peaks beside what has been run")
     parser.add_argument("--trace", metavar="ROW", choices=[row.name for row in rows])
     parser.add_argument("--docs", type=Path, help="put the tables between the race's marks in this page")
     parser.add_argument("--out", type=Path, default=RUNS)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.memory:
+        _memory(rows, args.out)
+        return 0
     if args.trace:
         _trace(next(row for row in rows if row.name == args.trace), args.out)
         return 0
@@ -99,6 +105,29 @@ def _run(row: Row, repeat: int, out: Path) -> Result:
     result = Result(row.name, row.fingerprint, repeat, machine(), records, overhead)
     result.save(out)
     return result
+
+
+def _memory(rows: Sequence[Row], out: Path) -> None:
+    """Peaks of every RATrain rank that has been run beside what its plan forecasts."""
+    from ratrain.report.table import render_table
+
+    table, errors = [], []
+    for row in rows:
+        result = load(out, row)
+        for case in row.cases if result is not None else ():
+            record = result.records[case.name] if result is not None else None
+            if case.tool != RATRAIN or case.options.get("planned") or record is None or not record.peak:
+                continue
+            plan = with_memory(plan_of(case), case.model.spec())
+            assert plan.forecast is not None
+            for rank, peak in enumerate(record.peak):
+                told = plan.forecast.memory[case.place(rank)[0]].total
+                errors.append(told / peak - 1)
+                cells = (row.name, case.name, str(rank), f"{told / 1e6:.0f}", f"{peak / 1e6:.0f}")
+                table.append((*cells, f"{errors[-1]:+.1%}"))
+    print(render_table(("row", "contender", "rank", "forecast MB", "measured MB", "error"), table))
+    mean = sum(map(abs, errors)) / len(errors)
+    print(f"mean error {mean:.1%}, worst {max(errors, key=abs):+.1%}, over {len(errors)} ranks")
 
 
 def _timelines(details: Sequence[dict[str, dict[str, object]]]) -> list[Timeline]:
