@@ -28,6 +28,7 @@ INTERFACE = "eth0"
 MASTER_PORT = 29500  # Free on every host: each has its own ports.
 _TOOLS = ("ip", "tc", "sysctl", "unshare", "nsenter", "setpriv", "taskset")
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+_SEGMENT = 65536
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -53,7 +54,9 @@ class Cluster:
         number of cores). congestion: TCP's congestion control, as ``ip route`` calls it (``cubic``); None: this
         machine's own. queue: how long a packet may wait for its link before it is dropped, as ``tc`` writes it.
         unsent: bytes that one connection may have waiting for a host's link (tcp_limit_output_bytes): with few, a
-        message does not queue behind all that others have to send; None: the kernel's own.
+        message does not queue behind all that others have to send; None: the kernel's own. segment: bytes that pass
+        a link in one piece; below the 64 KiB that kernels use, a link lets no more than one pass at once after a
+        pause, where it otherwise lets 4 ms of traffic pass.
 
     Use it from the main thread: processes on the hosts die with the thread that started them.
 
@@ -70,6 +73,7 @@ class Cluster:
         congestion: str | None = None,
         queue: str = "50ms",
         unsent: int | None = None,
+        segment: int = 65536,
     ) -> None:
         self.hosts = hosts
         self.rate = rate
@@ -78,6 +82,7 @@ class Cluster:
         self.congestion = congestion
         self.queue = queue
         self.unsent = unsent
+        self.segment = segment
         self._switch: _Namespace | None = None
         self._hosts: list[_Namespace] = []
 
@@ -188,10 +193,11 @@ class Cluster:
             if self.unsent is not None:
                 namespace.set("net.ipv4.tcp_limit_output_bytes", self.unsent)
             for side, device in ((namespace, INTERFACE), (self._switch, port)):
+                if self.segment < _SEGMENT:
+                    side.ip(f"link set {device} gso_max_size {self.segment}")
                 if self.rate is not None:
-                    side.tc(
-                        f"qdisc add dev {device} root handle 1: tbf {_bucket(self.rate)} latency {self.queue}"
-                    )
+                    bucket = f"{_bucket(self.rate, self.segment)} latency {self.queue}"
+                    side.tc(f"qdisc add dev {device} root handle 1: tbf {bucket}")
             if self.delay is not None:
                 parent = "root" if self.rate is None else "parent 1:1"
                 try:
@@ -273,12 +279,14 @@ def _core(host: int) -> int:
     return cores[host % len(cores)]
 
 
-def _bucket(rate: str) -> str:
-    """Arguments of ``tc ... tbf``: the bucket holds 4 ms of traffic, and at least one offloaded segment."""
+def _bucket(rate: str, segment: int) -> str:
+    """Arguments of ``tc ... tbf``: the bucket holds 4 ms of traffic, and at least one offloaded segment; one of less
+    than the usual size, and no more."""
     match = re.fullmatch(r"([\d.]+)([kmg]?bit)", rate.lower())
     if match is None:
         raise ClusterUnavailable(f"rate {rate!r} is not of the form 450mbit (units: {', '.join(_UNITS)})")
-    burst = max(65536 + 2048, int(float(match[1]) * _UNITS[match[2]] / 8 * 4e-3))
+    traffic = int(float(match[1]) * _UNITS[match[2]] / 8 * 4e-3) if segment >= _SEGMENT else 0
+    burst = max(segment + 2048, traffic)
     return f"rate {rate} burst {burst}"
 
 
