@@ -143,7 +143,7 @@ def ablation(folder: Path, tell: Tell) -> Table:
             cells.append(Cell(name, "step", "s", measured, None, "measured", note=note))
             continue
         ratio = simulated / first[1]
-        note = f"simulated {ratio:.3f}x; {measured:.3f} s, {note}"
+        note = f"simulated {ratio:.3f}x; {measured:.3f} s, {note.removeprefix('simulated ')} simulated"
         cells.append(Cell(name, "step", "x", measured / first[0], None, "measured", note=note))
     words = (
         "4 processes, P=2, D=2, ZeRO-1, layers dropped to their inputs; messages and state units are real, computing "
