@@ -117,6 +117,7 @@ def footprints(spec: ModelSpec, plan: Plan) -> tuple[Footprint, ...]:
             constant=states.stage(count, s == 0, s == plan.pipeline - 1).constant,
             kept={(block, rung): activations.saved(block, rung) for block in blocks for rung in RUNGS},
             working={block: activations.working(block) for block in blocks},
+            boundary=activations.message,
         )
         for s, (count, blocks) in enumerate(zip(plan.layers, plan.layout().stages))
     )
