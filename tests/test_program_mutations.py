@@ -209,10 +209,15 @@ MUTANTS: dict[str, tuple[Program, str, str, str]] = {
         "stands before RECOVER(s1,layer2,m3)",
     ),
     "grouped recovery before there is room": (
-        edit(GROUPED, 1, "compute", move("RECOVER(s1,layer2,m3)", "BACKWARD(s1,head,m0)")),
+        edit(
+            build(layout(grouped=2, ahead=0), "steady", ALL),
+            1,
+            "compute",
+            move("RECOVER(s1,layer2,m3)", "BACKWARD(s1,layer3,m3)"),
+        ),
         "order",
         "RECOVER(s1,layer2,m3)",
-        "stands before BACKWARD(",
+        "stands before RELEASE(s1,layer2,m2,act)",
     ),
     "double gradient": (
         edit(STEADY, 1, "compute", repeat("BACKWARD(s1,layer2,m1)")),

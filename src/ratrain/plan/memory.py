@@ -182,6 +182,21 @@ def activation_peak(
     return live + max(newest, whole[0] - kept_sum)
 
 
+def grouped_bound(
+    ungrouped: int, kept: Sequence[int], whole: Sequence[int], grouped: int, ahead: int, boundary: int
+) -> int:
+    """At most so many bytes of activations where `grouped` micro-batches go block by block.
+
+    ungrouped  `activation_peak` with as many micro-batches in flight
+    boundary   of what one block hands another
+
+    Exact but for the tensors that wait between blocks where everything is kept. Recovered blocks of a group may
+    all be copies of the one that dropped most. A plan's own forecast is its program's, see `breakdown`.
+    """
+    most = max(w - k for k, w in zip(kept, whole))
+    return ungrouped + (grouped - 1) * boundary + (ahead + 1) * len(kept) * most
+
+
 def _at_work(held: Sequence[int], working: Sequence[int]) -> int:
     """The most that a pass over the blocks adds to all being held: what works less what is not yet held."""
     most, missing = 0, 0

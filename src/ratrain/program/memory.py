@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ratrain.program.action import Action, Kind
 from ratrain.program.program import Program
@@ -84,8 +85,8 @@ def handed_over(program: Program, stage: int) -> dict[Action, int]:
     position = {action: i for i, action in enumerate(order)}
     blocks = program.layout.stages[stage]
     takers = {
-        Kind.FORWARD: dict(zip(blocks, blocks[1:])),
-        Kind.BACKWARD: dict(zip(blocks[1:], blocks)),
+        Kind.FORWARD: dict(pairwise(blocks)),
+        Kind.BACKWARD: dict(pairwise(blocks[::-1])),
     }
     change = [0] * len(order)
     for i, action in enumerate(order):
