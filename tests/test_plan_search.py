@@ -240,11 +240,13 @@ def test_a_run_uses_every_process() -> None:
 
 def test_ends_are_grouped_where_that_pays_and_fits() -> None:
     """Two replicas whose reductions take as long as several backwards. The memory it costs is counted."""
-    spec = heavy_head(8)
+    spec, apart = heavy_head(8), dataclasses.replace(ETHERNET, devices_per_node=1, within_node=None)
+    compute = Compute(apart, "bf16")
     fixed = {"pipeline": 1, "data": 2, "zero": 1}
     asked = dataclasses.replace(request(spec, 2, batch=16, **fixed), micro_batch=1, seq_len=64)
-    plain = search(asked, ROOFLINE, simulated=1).plans[0]
-    grouped = with_grouping(plain, asked, ROOFLINE)
+    asked = dataclasses.replace(asked, target=dataclasses.replace(asked.target, source=apart))
+    plain = search(asked, compute, simulated=1).plans[0]
+    grouped = with_grouping(plain, asked, compute)
     assert plain.grouped == 1 < grouped.grouped
     before, after = plain.forecast, grouped.forecast
     assert before is not None and after is not None and before.step and after.step
@@ -252,9 +254,9 @@ def test_ends_are_grouped_where_that_pays_and_fits() -> None:
     saved = [activation_model(spec, plain).saved(block, "keep") for block in spec.block_names()]
     assert after.peak - before.peak >= (grouped.grouped - 1) * sum(saved)  # type: ignore[arg-type]
     tight = dataclasses.replace(asked, target=dataclasses.replace(asked.target, memory=after.peak - 1))
-    less = with_grouping(plain.with_(budget=after.peak - 1), tight, ROOFLINE)
+    less = with_grouping(plain.with_(budget=after.peak - 1), tight, compute)
     assert less.grouped < grouped.grouped and with_memory(less, spec).forecast == less.forecast
-    assert with_grouping(plain, dataclasses.replace(asked, grouped=1), ROOFLINE) == plain
+    assert with_grouping(plain, dataclasses.replace(asked, grouped=1), compute) == plain
 
 
 def test_a_given_grouping_is_placed_within_memory() -> None:
