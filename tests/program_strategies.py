@@ -17,7 +17,7 @@ def layouts(draw: st.DrawFn, max_pipeline: int = 5, max_layers: int = 3, max_mic
     stages = place(tuple(counts))
     one_rung = draw(st.sampled_from([*RUNGS, None]))
     rungs = tuple(tuple(one_rung or draw(st.sampled_from(RUNGS)) for _ in blocks) for blocks in stages)
-    return Layout(
+    layout = Layout(
         stages,
         replicas=draw(st.sampled_from([1, 2, 4])),
         microbatches=draw(st.one_of(st.just(1), st.just(pipeline), st.integers(1, max_microbatches))),
@@ -28,6 +28,7 @@ def layouts(draw: st.DrawFn, max_pipeline: int = 5, max_layers: int = 3, max_mic
         elide=draw(st.booleans()),
         gated=draw(st.booleans()),
     )
+    return layout if layout.ungroupable else layout.with_(grouped=draw(st.sampled_from([1, 1, 2, 3, 99])))
 
 
 @st.composite

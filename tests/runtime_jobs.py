@@ -41,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "rungs": "keep",  # one for all blocks; "mixed": every rung in turn
     "ahead": 1,
     "elide": True,
+    "grouped": 1,
     "passes": tuple(PASSES),
     "clip": 0.0,
     "loss_scale": None,
@@ -84,6 +85,7 @@ def layout_of(config: dict[str, Any]) -> Layout:
         rungs=tuple(rungs),
         ahead=config["ahead"],
         elide=config["elide"],
+        grouped=config["grouped"],
         gated=config["clip"] > 0 or config["loss_scale"] is not None,
     )
 

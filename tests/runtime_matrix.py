@@ -24,6 +24,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "rungs": RECOVERIES,
     "ahead": (0, 1, 2),
     "elide": (True, False),
+    "grouped": (1, 2, 4),
     "model": (
         {},
         {"tie_word_embeddings": True},
@@ -49,6 +50,13 @@ def processes(row: Mapping[str, Any]) -> int:
     return len(row["layers"]) * int(row["data"])
 
 
+def groups(row: Mapping[str, Any]) -> bool:
+    """Whether a row's layout takes its `grouped`, see `Layout.ungroupable`."""
+    reduces_each = row["zero"] >= 2 and row["data"] > 1
+    reads_twice = len(row["layers"]) == 1 and "tie_word_embeddings" in row["model"]
+    return row["grouped"] == 1 or not (reduces_each or reads_twice)
+
+
 def covering(most: int, seed: int = 1) -> list[dict[str, Any]]:
     """Rows over FACTORS on at most `most` processes that hold every pair of values which any such row holds.
 
@@ -61,7 +69,8 @@ def covering(most: int, seed: int = 1) -> list[dict[str, Any]]:
         return {(a, row[a], b, row[b]) for a, b in combinations(names, 2)}
 
     def legal(row: Mapping[str, int]) -> bool:
-        return processes({n: FACTORS[n][row[n]] for n in ("layers", "data")}) <= most
+        values = {n: FACTORS[n][row[n]] for n in row}
+        return processes(values) <= most and ("grouped" not in row or groups(values))
 
     open_ = {
         (a, i, b, j)
@@ -94,5 +103,6 @@ def full() -> Iterator[dict[str, Any]]:
         for clip, rungs in product(FACTORS["clip"], RECOVERIES):
             turn = {n: values[number // (k + 1) % len(values)] for k, (n, values) in enumerate(rest.items())}
             layers = placements[number % len(placements)]
-            yield {**turn, "layers": layers, "data": data, "zero": zero, "clip": clip, "rungs": rungs}
+            row = {**turn, "layers": layers, "data": data, "zero": zero, "clip": clip, "rungs": rungs}
+            yield row if groups(row) else row | {"grouped": 1}
             number += 1

@@ -20,6 +20,8 @@ from ratrain.plan.compute import Compute
 from ratrain.plan.estimate import lower_bound
 from ratrain.plan.explain import impossible, rejections
 from ratrain.plan.fit import with_memory
+from ratrain.plan.grouping import with_grouping
+from ratrain.plan.memory import activation_model
 from ratrain.plan.placement import balanced_layers, stages_of
 from ratrain.plan.request import Request, read_request
 from ratrain.plan.resolve import resolve
@@ -234,3 +236,37 @@ def test_a_run_uses_every_process() -> None:
     assert plan.ranks == 6 and plan.why
     with pytest.raises(UserError, match="no layout of 7 devices divides"):
         resolve(config(parallel=auto, train={"global_batch": 12}), tiny_spec(num_hidden_layers=2), devices=7)
+
+
+def test_ends_are_grouped_where_that_pays_and_fits() -> None:
+    """Two replicas whose reductions take as long as several backwards. The memory it costs is counted."""
+    spec, apart = heavy_head(8), dataclasses.replace(ETHERNET, devices_per_node=1, within_node=None)
+    compute = Compute(apart, "bf16")
+    fixed = {"pipeline": 1, "data": 2, "zero": 1}
+    asked = dataclasses.replace(request(spec, 2, batch=16, **fixed), micro_batch=1, seq_len=64)
+    asked = dataclasses.replace(asked, target=dataclasses.replace(asked.target, source=apart))
+    plain = search(asked, compute, simulated=1).plans[0]
+    grouped = with_grouping(plain, asked, compute)
+    assert plain.grouped == 1 < grouped.grouped
+    before, after = plain.forecast, grouped.forecast
+    assert before is not None and after is not None and before.step and after.step
+    assert after.step < 0.95 * before.step
+    saved = [activation_model(spec, plain).saved(block, "keep") for block in spec.block_names()]
+    assert after.peak - before.peak >= (grouped.grouped - 1) * sum(saved)  # type: ignore[arg-type]
+    tight = dataclasses.replace(asked, target=dataclasses.replace(asked.target, memory=after.peak - 1))
+    less = with_grouping(plain.with_(budget=after.peak - 1), tight, compute)
+    assert less.grouped < grouped.grouped and with_memory(less, spec).forecast == less.forecast
+    assert with_grouping(plain, dataclasses.replace(asked, grouped=1), compute) == plain
+
+
+def test_a_given_grouping_is_placed_within_memory() -> None:
+    spec = heavy_head(8)
+    asked = request(spec, 4, batch=16, memory="1.6 GB", grouped=4)
+    result = search(asked, ROOFLINE)
+    assert result.plans
+    for plan in result.plans:
+        assert plan.grouped == 4 and plan.forecast is not None and plan.forecast.peak <= plan.budget
+    for c in result.placed:
+        if c.time is not None:
+            planned = c.plan().forecast
+            assert planned is not None and planned.peak <= c.peak

@@ -20,6 +20,11 @@ def _inputs(layout: Layout) -> Layout:
 CASES = {
     "two-stages-baseline": (_inputs(Layout.even(2, 2, replicas=2, microbatches=3)), "steady", ()),
     "two-stages-all": (_inputs(Layout.even(2, 2, replicas=2, microbatches=3)), "steady", ALL),
+    "two-stages-grouped": (
+        _inputs(Layout.even(2, 2, replicas=2, microbatches=3, grouped=2)),
+        "steady",
+        ALL,
+    ),
     "two-stages-first": (Layout.even(2, 2, replicas=2, microbatches=2), "first", ALL),
     "two-stages-flush": (Layout.even(2, 2, replicas=2, microbatches=2), "flush", ALL),
     "two-stages-evaluate": (Layout.even(2, 2, replicas=2, microbatches=2), "evaluate", ALL),

@@ -79,6 +79,7 @@ SYNCED = build(layout(), "steady", ("layerwise_sync",))
 ZERO2 = build(layout(zero=2), "steady", ALL)
 ZERO3 = build(layout(zero=3), "steady", ALL)
 TIED = build(layout(tied=True), "steady", ALL)
+GROUPED = build(layout(grouped=2), "steady", ALL)
 
 MUTANTS: dict[str, tuple[Program, str, str, str]] = {
     # name: (mutant, rule, what the message names, a word of the reason)
@@ -201,6 +202,23 @@ MUTANTS: dict[str, tuple[Program, str, str, str]] = {
         "FORWARD(s0,layer0,m0)",
         "stands before UPDATE_SHARD(s0,layer0,lag1)",
     ),
+    "grouped backward before the block behind it": (
+        edit(GROUPED, 1, "compute", swap("BACKWARD(s1,layer3,m3)", "BACKWARD(s1,layer2,m3)")),
+        "order",
+        "BACKWARD(s1,layer2,m3)",
+        "stands before RECOVER(s1,layer2,m3)",
+    ),
+    "grouped recovery before there is room": (
+        edit(
+            build(layout(grouped=2, ahead=0), "steady", ALL),
+            1,
+            "compute",
+            move("RECOVER(s1,layer2,m3)", "BACKWARD(s1,layer3,m3)"),
+        ),
+        "order",
+        "RECOVER(s1,layer2,m3)",
+        "stands before RELEASE(s1,layer2,m2,act)",
+    ),
     "double gradient": (
         edit(STEADY, 1, "compute", repeat("BACKWARD(s1,layer2,m1)")),
         "surplus",
@@ -278,7 +296,7 @@ def footprint(layout: Layout, stage: int) -> Footprint:
         for i, block in enumerate(layout.stages[stage])
         for k, rung in enumerate(RUNGS)
     }
-    return Footprint(12345, kept, {block: 111 for block in layout.stages[stage]})
+    return Footprint(12345, kept, {block: 111 for block in layout.stages[stage]}, boundary=53)
 
 
 @settings(max_examples=60, deadline=None)

@@ -96,7 +96,7 @@ def test_lowering_numbers_every_meeting_on_all_its_members(program: Program) -> 
 def test_in_flight_is_the_closed_form(program: Program) -> None:
     layout = program.layout
     assert [in_flight(program, s) for s in range(layout.pipeline)] == [
-        layout.in_flight(s) for s in range(layout.pipeline)
+        layout.in_flight(s, program.grouped) for s in range(layout.pipeline)
     ]
 
 

@@ -37,6 +37,7 @@ def footprints(layout: Layout) -> list[Footprint]:
                 for k, rung in enumerate(RUNGS)
             },
             {block: 111 + i for i, block in enumerate(blocks)},
+            boundary=53,
         )
         for s, blocks in enumerate(layout.stages)
     ]

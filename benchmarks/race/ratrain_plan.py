@@ -54,6 +54,7 @@ def _config(case: Case) -> Config:
             "data": case.data,
             "zero": case.zero,
             "layers": list(case.layers),
+            "grouped": case.options.get("grouped", AUTO),
         },
         "recovery": {"policy": case.recover, **case.options.get("recovery", {})},
         "machine": {

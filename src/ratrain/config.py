@@ -109,6 +109,11 @@ class ParallelConfig:
     layers: tuple[int, ...] | str = _doc(
         "decoder layers per stage, e.g. [5, 3]; 0 is legal where embedding or head sits", AUTO
     )
+    grouped: int | str = _doc(
+        "micro-batches at either end of a step that run block by block, so that slow links hide; 1: off; auto: the"
+        " planner's choice, 1 where the machine has not been measured", AUTO,
+        least=1,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,7 @@ def _planned(config: Config, plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     yield "parallel.pipeline", config.parallel.pipeline, plan.pipeline
     yield "parallel.data", config.parallel.data, plan.data
     yield "parallel.tensor", config.parallel.tensor, plan.tensor
+    yield "parallel.grouped", config.parallel.grouped, plan.grouped
     yield "parallel.zero", config.parallel.zero, plan.zero
     yield "parallel.layers", config.parallel.layers, plan.layers
     yield "precision.view", precision.view, plan.view

@@ -141,7 +141,7 @@ class _HeadLoss(torch.autograd.Function):
             if ctx.inverse_norms is None:
                 _to_gradient(logits, labels[part], scale, logits, scratch)
             else:
-                gradient = scratch.take(*logits.shape, logits, logits.dtype)
+                gradient = scratch.take(len(logits), logits.shape[1], logits, logits.dtype)
                 _to_gradient(logits, labels[part], scale, gradient, scratch)
                 # A row's gradient loses its component along the row: sum of gradient x logit, over length.
                 along_rows = logits.mul_(gradient).sum(0, dtype=scale.dtype) * ctx.inverse_norms**2
@@ -195,7 +195,7 @@ def _loss_sum(logits: Tensor, labels: Tensor, overwrite: bool, scratch: Scratch)
     become their log-softmax, which serves the backward as well."""
     logarithms = logits
     if not overwrite or logits.dtype != _loss_dtype(logits):
-        logarithms = scratch.take(*logits.shape, logits, _loss_dtype(logits)).copy_(logits)
+        logarithms = scratch.take(len(logits), logits.shape[1], logits, _loss_dtype(logits)).copy_(logits)
     torch.log_softmax(logarithms, -1, out=logarithms)
     counted = labels != IGNORED
     chosen = logarithms.gather(1, labels.where(counted, 0).unsqueeze(1)).squeeze(1)
@@ -210,7 +210,7 @@ def _to_gradient(logits: Tensor, labels: Tensor, scale: Tensor, result: Tensor, 
     their log-softmax, whose softmax is the same)."""
     gradient = result
     if result.dtype != _loss_dtype(logits):
-        gradient = scratch.take(*logits.shape, logits, _loss_dtype(logits)).copy_(logits)
+        gradient = scratch.take(len(logits), logits.shape[1], logits, _loss_dtype(logits)).copy_(logits)
         torch.softmax(gradient, -1, out=gradient)
     else:
         torch.softmax(logits, -1, out=gradient)

@@ -14,6 +14,7 @@ from ratrain.errors import UserError
 from ratrain.model.spec import ModelSpec
 from ratrain.plan.compute import Compute
 from ratrain.plan.explain import Rejection, impossible, reasons_for, recovery_words, rejections
+from ratrain.plan.grouping import regrouped
 from ratrain.plan.plan import Plan
 from ratrain.plan.recipes import recipe
 from ratrain.plan.request import Request, check_layers, read_request
@@ -242,8 +243,9 @@ def _of_layers(plan: Plan, stage: int) -> list[str]:
 def _answer(request: Request, compute: Compute, result: Result, begin: float) -> Answer:
     if not result.plans:
         raise UserError(impossible(request, compute, result))
+    result = replace(result, plans=regrouped(result.plans, request, compute))
     best = result.plans[0]
-    best = best.with_(why=reasons_for(best, result))
+    best = best.with_(why=(*reasons_for(best, result), *best.why))
     considered = len(result.placed) + len(result.bounded)
     return Answer(best, result.plans, tuple(rejections(result)), (time.perf_counter() - begin, considered))
 

@@ -117,6 +117,7 @@ def footprints(spec: ModelSpec, plan: Plan) -> tuple[Footprint, ...]:
             constant=states.stage(count, s == 0, s == plan.pipeline - 1).constant,
             kept={(block, rung): activations.saved(block, rung) for block in blocks for rung in RUNGS},
             working={block: activations.working(block) for block in blocks},
+            boundary=activations.message,
         )
         for s, (count, blocks) in enumerate(zip(plan.layers, plan.layout().stages))
     )
@@ -179,6 +180,21 @@ def activation_peak(
     if recovered == in_flight:
         return live + _at_work(whole, working)
     return live + max(newest, whole[0] - kept_sum)
+
+
+def grouped_bound(
+    ungrouped: int, kept: Sequence[int], whole: Sequence[int], grouped: int, ahead: int, boundary: int
+) -> int:
+    """At most so many bytes of activations where `grouped` micro-batches go block by block.
+
+    ungrouped  `activation_peak` with as many micro-batches in flight
+    boundary   of what one block hands another
+
+    Exact but for the tensors that wait between blocks where everything is kept. Recovered blocks of a group may
+    all be copies of the one that dropped most. A plan's own forecast is its program's, see `breakdown`.
+    """
+    most = max(w - k for k, w in zip(kept, whole))
+    return ungrouped + (grouped - 1) * boundary + (ahead + 1) * len(kept) * most
 
 
 def _at_work(held: Sequence[int], working: Sequence[int]) -> int:

@@ -43,7 +43,7 @@ class Plan:
     seq_len       tokens of a sequence
     view, grad, reduce  dtypes, see Precision
     rungs         recovery rung of every block, by stage
-    ahead, elide, gated  as in program.Layout
+    ahead, elide, gated, grouped  as in program.Layout
     passes        lifecycle passes
     slice_tokens  tokens whose logits exist at a time; 0: all of a micro-batch
     operators     whose operators compute, one of OPERATORS
@@ -71,6 +71,7 @@ class Plan:
     ahead: int
     elide: bool
     gated: bool
+    grouped: int = 1
     passes: tuple[str, ...]
     slice_tokens: int = 0
     operators: str = "torch"
@@ -147,6 +148,7 @@ class Plan:
             ahead=self.ahead,
             elide=self.elide,
             gated=self.gated,
+            grouped=self.grouped,
         )
 
     def program(self, form: str = "steady", micro_batches: int | None = None) -> Program:
@@ -160,7 +162,12 @@ class Plan:
     def settled(self) -> int:
         """Micro-batches after which a step only repeats itself: the pipeline has filled and drained once, and
         `ahead` more have been recovered. In between every further one adds the same actions, one later."""
-        return 2 * self.pipeline + self.ahead + 1
+        return 2 * self.depth + self.ahead + 1
+
+    @property
+    def depth(self) -> int:
+        """Micro-batches that fill the pipeline, grouped ones included."""
+        return self.pipeline + self.grouped - 1
 
     def require_model(self, spec: ModelSpec) -> None:
         """UserError if this plan is of another model."""

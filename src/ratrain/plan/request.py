@@ -42,6 +42,7 @@ class Request:
     policy: dict[str, str] | None
     ahead: int | None
     elide: bool | None
+    grouped: int | None
 
     @property
     def open(self) -> bool:
@@ -57,6 +58,7 @@ class Request:
         given: dict[str, Any] = {
             "ahead": 1 if self.ahead is None else self.ahead,
             "elide": True if self.elide is None else self.elide,
+            "grouped": self.grouped or 1,
             "passes": self.passes,
         }
         if self.policy is not None:
@@ -137,6 +139,7 @@ def read_request(config: Config, spec: ModelSpec, devices: int | None = None) ->
         policy=_policy(config.recovery.policy),
         ahead=_number(config.recovery.ahead),
         elide=None if isinstance(config.recovery.elide, str) else config.recovery.elide,
+        grouped=_number(parallel.grouped),
     )
 
 

@@ -11,6 +11,7 @@ from ratrain.model.spec import ModelSpec
 from ratrain.plan.compute import Compute
 from ratrain.plan.explain import impossible, reasons_for
 from ratrain.plan.fit import fits, require_fit, with_memory
+from ratrain.plan.grouping import regrouped, with_grouping
 from ratrain.plan.plan import Plan
 from ratrain.plan.recipes import recipe
 from ratrain.plan.request import Request, read_request
@@ -27,19 +28,19 @@ def resolve(config: Config, spec: ModelSpec, *, devices: int | None = None) -> P
     if request.tensor not in (None, 1):
         raise UserError(f"parallel.tensor = {request.tensor}: only 1 runs so far; set it to 1 or auto")
     if not request.open:
-        return explicit(request)
+        return with_grouping(explicit(request), request, compute_of(request))
     compute = compute_of(request)
     settled = None not in (request.pipeline, request.data, request.zero, request.micro_batch)
     result = search(request, compute, to_run=True, simulated=0 if settled else 10)
     if result.plans:
-        best = result.plans[0]
+        best = regrouped(result.plans, request, compute)[0]
     else:
         fitting = (c.plan() for c in result.placed if c.time is not None)
         found = next((plan for plan in fitting if fits(plan)), None)
         if found is None:
             raise UserError(impossible(request, compute, result, to_run=True))
-        best = found
-    return best.with_(why=reasons_for(best, result))
+        best = with_grouping(found, request, compute)
+    return best.with_(why=(*reasons_for(best, result), *best.why))
 
 
 def named(name: str, config: Config, spec: ModelSpec, *, devices: int | None, to_run: bool) -> Plan:

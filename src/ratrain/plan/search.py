@@ -140,10 +140,12 @@ def shapes(request: Request, compute: Compute, to_run: bool = False) -> Iterator
             continue
         levels = (1, 2, 3) if request.zero is None else (request.zero,)
         for zero in levels[:1] if data == 1 else levels:
-            yield Shape(
+            shape = Shape(
                 request, compute, pipeline, data, degree, zero, micro_batch, request.ahead or 0,
                 request.passes, 0,
             )  # fmt: skip
+            if shape.grouped == 1 or shape.groupable:
+                yield shape
 
 
 def replicas(request: Request, pipeline: int, tensor: int, micro_batch: int) -> int | None:

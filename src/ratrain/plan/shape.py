@@ -15,7 +15,7 @@ from ratrain.model.spec import RUNGS
 from ratrain.plan.activations import ActivationModel
 from ratrain.plan.compute import BlockSeconds, Compute
 from ratrain.plan.costs import with_tensor
-from ratrain.plan.memory import StateModel, activation_peak
+from ratrain.plan.memory import StateModel, activation_peak, grouped_bound
 from ratrain.plan.network import Network
 from ratrain.plan.request import Request
 from ratrain.plan.target import LAYER
@@ -63,6 +63,17 @@ class Shape:
     def micro_batches(self) -> int:
         """M."""
         return self.request.global_batch // (self.data * self.micro_batch)
+
+    @property
+    def grouped(self) -> int:
+        """Micro-batches grouped at the ends of a step, where the request says."""
+        return min(self.request.grouped or 1, self.micro_batches)
+
+    @property
+    def groupable(self) -> bool:
+        """As `Layout.ungroupable`."""
+        reduces_each = self.zero >= 2 and self.data > 1
+        return not reduces_each and not (self.request.spec.tied and self.pipeline == 1)
 
     @cached_property
     def activations(self) -> ActivationModel:
@@ -193,8 +204,12 @@ class Shape:
 
     def elided(self, index: int) -> bool:
         """Whether the stage's backwards directly follow their forwards, so that nothing is dropped."""
-        alone = min(self.pipeline - index, self.micro_batches) == 1
+        alone = self._in_flight(index) == 1
         return alone and self.forward_side and self.request.elide is not False
+
+    def _in_flight(self, index: int) -> int:
+        grouped = self.grouped if "grouped_ends" in self.passes else 1
+        return min(self.pipeline - index + grouped - 1, self.micro_batches)
 
     @cached_property
     def forward_side(self) -> bool:
@@ -227,14 +242,17 @@ class Shape:
         before, after = [EMBED] * first, [HEAD] * last
         blocks = [*before, *[LAYER] * len(rungs), *after]
         kept = [*(whole[b] for b in before), *(by_rung[r] for r in rungs), *(whole[b] for b in after)]
+        every = [whole[block] for block in blocks]
         peak = activation_peak(
             kept,
-            [whole[block] for block in blocks],
+            every,
             [working[block] for block in blocks],
-            min(self.pipeline - index, self.micro_batches),
+            self._in_flight(index),
             self.ahead if self.forward_side else None,
             False,
         )
+        if self.grouped > 1 and "grouped_ends" in self.passes:
+            peak = grouped_bound(peak, kept, every, self.grouped, self.ahead, self.activations.message)
         return self._constant(len(rungs), first, last) + peak
 
     def _priced(self, index: int, rungs: tuple[str, ...]) -> Stage:

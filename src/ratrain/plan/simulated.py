@@ -29,13 +29,13 @@ def simulate_plan(
 def with_time(plan: Plan, spec: ModelSpec, compute: Compute) -> Plan:
     """The plan with the simulated step in its forecast."""
     assert plan.forecast is not None
-    total, pipeline = plan.micro_batches, plan.pipeline
-    if total <= _LONG * pipeline + 1:
+    total, depth = plan.micro_batches, plan.depth
+    if total <= _LONG * depth + 1:
         run = simulate_plan(plan, spec, compute)
         step, exposed = run.step, run.exposed_mean
     else:
-        short, run = (simulate_plan(plan, spec, compute, n * pipeline) for n in (_LONG - 1, _LONG))
-        more = (total - _LONG * pipeline) / pipeline
+        short, run = (simulate_plan(plan, spec, compute, n * depth) for n in (_LONG - 1, _LONG))
+        more = (total - _LONG * depth) / depth
         step = run.step + more * (run.step - short.step)
         exposed = run.exposed_mean + more * (run.exposed_mean - short.exposed_mean)
     busy = _computing(plan, spec, compute)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ratrain.program.action import Action, Kind
 from ratrain.program.layout import TIED, Layout
 from ratrain.program.program import Program
+from ratrain.program.recovery import recovery_gates
 from ratrain.program.schedule import gradient_order, keeps_view, reduces_per_microbatch
 
 POSTED = 2
@@ -45,7 +46,7 @@ class _Context:
         self.actions = [a for actions in lane.values() for a in actions]
         self.present = set(self.actions)
         self.readers = {u.name: u.readers for u in self.layout.units[stage]}
-        self.next_block = dict(zip(self.blocks, self.blocks[1:]))
+        self.recovery_gates = recovery_gates(program, stage)
         self.sync_window = _window(layout=self.layout, stage=stage)
         self.gather_window = _gather_window(lane["compute"], self.layout) if self.layout.zero == 3 else {}
 
@@ -94,15 +95,13 @@ def _forward(c: _Context, a: Action) -> list[Dep]:
 
 def _recover(c: _Context, a: Action) -> list[Dep]:
     assert a.unit is not None and a.microbatch is not None
-    j, ahead = a.microbatch, c.program.ahead
+    j = a.microbatch
     deps = [Dep(Action(Kind.FORWARD, c.stage, a.unit, j))]
-    if j - ahead - 1 >= 0:
-        deps.append(Dep(Action(Kind.BACKWARD, c.stage, c.blocks[0], j - ahead - 1)))
-    if ahead == 0:  # block by block once the gradient has arrived
-        if a.unit in c.next_block:
-            deps.append(Dep(Action(Kind.RELEASE, c.stage, c.next_block[a.unit], j, "act")))
-        elif not c.last_stage:
-            deps.append(Dep(Action(Kind.RECV_GRAD, c.stage, None, j)))
+    gate = c.recovery_gates.get((a.unit, j))
+    if gate is not None:
+        deps.append(Dep(gate))
+    if c.program.ahead == 0 and a.unit == c.blocks[-1] and not c.last_stage:  # once the gradient has arrived
+        deps.append(Dep(Action(Kind.RECV_GRAD, c.stage, None, j)))
     return deps + _gathered(c, a)
 
 

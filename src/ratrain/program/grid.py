@@ -13,21 +13,19 @@ def cells(program: Program) -> list[list[tuple[int, int, str]]]:
     """Per stage (start, length, label) at micro-batch granularity.
 
     Logical durations: forward and recovery 1, backward 2, the usual ratio of their FLOPs; messages take none.
+    Micro-batches that go block by block are drawn one after another.
     """
     layout = program.layout
     lists: list[list[tuple[Kind, int]]] = []
     for stage in range(layout.pipeline):
         merged: list[tuple[Kind, int]] = []
-        backward: set[int] = set()
+        seen: set[tuple[Kind, int]] = set()
         for action in program.lane(stage)["compute"]:
             if action.kind not in _LETTER or action.microbatch is None:
                 continue
             entry = (action.kind, action.microbatch)
-            if action.kind is Kind.FORWARD or action.kind is Kind.RECOVER:
-                if entry not in merged[-2 * len(layout.stages[stage]) :]:
-                    merged.append(entry)
-            elif action.microbatch not in backward:
-                backward.add(action.microbatch)
+            if entry not in seen:
+                seen.add(entry)
                 merged.append(entry)
         lists.append(merged)
     return _place(lists)

@@ -32,6 +32,8 @@ class Layout:
     ahead         micro-batches besides the one in backward that may hold recovered blocks
     elide         a micro-batch whose backward directly follows its forward drops nothing
     gated         the update waits for the global gradient norm (clipping or a loss scale)
+    grouped       micro-batches whose forwards open a step, and whose backwards end it, block by block; as many as
+                  there are where it is more. Some layouts refuse more than 1, see `ungroupable`
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -43,6 +45,7 @@ class Layout:
     ahead: int = 1
     elide: bool = True
     gated: bool = True
+    grouped: int = 1
 
     def __post_init__(self) -> None:
         if not self.rungs:
@@ -59,6 +62,10 @@ class Layout:
             raise ValueError(f"a rung is one of {', '.join(RUNGS)}")
         if self.replicas < 1 or self.microbatches < 1 or self.zero not in (0, 1, 2, 3) or self.ahead < 0:
             raise ValueError("replicas and microbatches at least 1, zero 0..3, ahead at least 0")
+        if self.grouped < 1:
+            raise ValueError("grouped at least 1")
+        if self.grouped > 1 and self.ungroupable:
+            raise ValueError(f"grouped {self.grouped}: {self.ungroupable}; set it to 1")
 
     @classmethod
     def even(cls, pipeline: int, layers: int, **choices: object) -> Layout:
@@ -106,13 +113,23 @@ class Layout:
         """Recovery rung of `block`."""
         return self.rungs[stage][self.stages[stage].index(block)]
 
-    def warmup(self, stage: int) -> int:
-        """Forwards before the first backward in 1F1B: min(P-s-1, M)."""
-        return min(self.pipeline - stage - 1, self.microbatches)
+    @property
+    def ungroupable(self) -> str | None:
+        """Why no micro-batches may be grouped at the ends of a step; None if they may."""
+        if self.zero >= 2 and self.replicas > 1:
+            return f"ZeRO-{self.zero} reduces every micro-batch by itself, so there is nothing to gain"
+        if self.tied and self.pipeline == 1:
+            return "a matrix that one stage reads twice would be summed in another order"
+        return None
 
-    def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations stage `stage` holds at once: min(P-s, M)."""
-        return min(self.pipeline - stage, self.microbatches)
+    def warmup(self, stage: int, grouped: int = 1) -> int:
+        """Forwards before the first backward: min(P-s-1, M) in 1F1B, and k-1 more where k micro-batches are
+        grouped (`Program.grouped`)."""
+        return min(self.pipeline - stage - 1 + grouped - 1, self.microbatches)
+
+    def in_flight(self, stage: int, grouped: int = 1) -> int:
+        """Micro-batches whose activations stage `stage` holds at once: min(P-s+k-1, M)."""
+        return min(self.pipeline - stage + grouped - 1, self.microbatches)
 
     def with_(self, **changes: object) -> Layout:
         """A copy with some choices changed."""

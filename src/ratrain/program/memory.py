@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ratrain.program.action import Action, Kind
 from ratrain.program.program import Program
+from ratrain.program.recovery import recovery_gates
 
 
 @dataclass(frozen=True)
@@ -16,11 +18,13 @@ class Footprint:
     constant   present for the whole step: runtime base, views, gradients, shard, communication buffers
     kept       per (block, rung): held for one micro-batch between its forward and its backward or recovery
     working    per block: transient bytes while its FORWARD, RECOVER or BACKWARD runs
+    boundary   of what one block hands another for a micro-batch, an output or its gradient
     """
 
     constant: int
     kept: Mapping[tuple[str, str], int]
     working: Mapping[str, int]
+    boundary: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,41 @@ def in_flight(program: Program, stage: int) -> int:
     return most
 
 
+def handed_over(program: Program, stage: int) -> dict[Action, int]:
+    """By how much each FORWARD and BACKWARD changes the number of boundary tensors that wait while it runs.
+
+    A tensor waits between the action that makes it and the one that takes it, where others come between: only
+    where micro-batches go block by block.
+    """
+    compute = program.lane(stage)["compute"]
+    order = [a for a in compute if a.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    position = {action: i for i, action in enumerate(order)}
+    blocks = program.layout.stages[stage]
+    takers = {
+        Kind.FORWARD: dict(pairwise(blocks)),
+        Kind.BACKWARD: dict(pairwise(blocks[::-1])),
+    }
+    change = [0] * len(order)
+    for i, action in enumerate(order):
+        taker = takers[action.kind].get(action.unit or "")
+        if taker is not None:
+            taken = position[action._replace(unit=taker)]
+            if taken > i + 1:
+                change[i + 1] += 1
+                change[taken] -= 1
+    return {action: n for action, n in zip(order, change) if n}
+
+
 def _changes(
     program: Program, stage: int, compute: tuple[Action, ...], footprint: Footprint
 ) -> tuple[list[int], list[int]]:
     """Bytes that appear before and vanish after each position of the compute list."""
     position = {action: i for i, action in enumerate(compute)}
     rise, fall = [0] * len(compute), [0] * len(compute)
-    blocks = program.layout.stages[stage]
+    gates = recovery_gates(program, stage)
     trains = program.form in ("first", "steady")
+    for action, count in handed_over(program, stage).items():
+        rise[position[action]] += count * footprint.boundary
     for i, action in enumerate(compute):
         block, j = action.unit or "", action.microbatch
         if action.kind is Kind.FORWARD and trains:
@@ -86,15 +117,11 @@ def _changes(
         elif action.kind is Kind.RECOVER:
             assert j is not None
             kept = footprint.kept[block, program.keeps(stage, block, j)]
-            earliest = position[Action(Kind.FORWARD, stage, block, j)] + 1
-            if Kind.RECOVER in program.floating or program.ahead:
-                done = position.get(Action(Kind.BACKWARD, stage, blocks[0], j - program.ahead - 1), -1)
-                earliest = max(earliest, done + 1)
-                if program.ahead == 0 and block != blocks[-1]:
-                    after = blocks[blocks.index(block) + 1]
-                    earliest = max(earliest, position[Action(Kind.RELEASE, stage, after, j, "act")] + 1)
-            else:
-                earliest = i
+            earliest = i
+            if Kind.RECOVER in program.floating:
+                gate = gates.get((block, j))
+                done = -1 if gate is None else position[gate]
+                earliest = max(position[Action(Kind.FORWARD, stage, block, j)], done) + 1
             rise[min(earliest, i)] += footprint.kept[block, "keep"] - kept
         elif action.kind is Kind.RELEASE and action.phase == "act":
             assert j is not None

@@ -10,7 +10,25 @@ from collections.abc import Callable, Iterable
 from ratrain.program.action import Action, Kind
 from ratrain.program.layout import Layout
 from ratrain.program.program import Lane, Program
-from ratrain.program.schedule import compute_order, one_f_one_b, state_work
+from ratrain.program.schedule import compute_order, one_f_one_b, state_work, train_compute
+
+
+def grouped_ends(program: Program) -> Program:
+    """The first k forwards and the last k backwards of a stage run block by block, k being `layout.grouped`.
+
+    A unit's gather then has k forwards of the block before it to hide under, its reduction k backwards of the
+    blocks after it, for k micro-batches' activations. Each unit still adds up micro-batches in their order.
+    The first pass: what the others move is still in the baseline's place.
+    """
+    layout = program.layout
+    grouped = min(layout.grouped, layout.microbatches)
+    if grouped == 1 or program.form in ("flush", "evaluate"):
+        return program
+    lanes: dict[int, Lane] = {
+        stage: {**program.lane(stage), "compute": train_compute(layout, stage, grouped)}
+        for stage in range(layout.pipeline)
+    }
+    return program.map_lanes(lanes, grouped=grouped)
 
 
 def layerwise_sync(program: Program) -> Program:
@@ -59,11 +77,11 @@ def forward_side_recovery(program: Program) -> Program:
     elided = set()
     if layout.elide:
         for stage in range(layout.pipeline):
-            previous = None
-            for kind, j in compute_order(layout, stage):
-                if kind is Kind.BACKWARD and previous == (Kind.FORWARD, j):
-                    elided.add((stage, j))
-                previous = (kind, j)
+            previous: tuple[Kind, list[int]] | None = None
+            for kind, run in compute_order(layout, stage, program.grouped):
+                if kind is Kind.BACKWARD and len(run) == 1 and previous == (Kind.FORWARD, list(run)):
+                    elided.add((stage, run[0]))
+                previous = (kind, list(run))
     lanes: dict[int, Lane] = {}
     for stage in {s for s, _ in elided}:
         lane = program.lane(stage)
@@ -80,6 +98,7 @@ def forward_side_recovery(program: Program) -> Program:
 
 
 PASSES: dict[str, Callable[[Program], Program]] = {
+    "grouped_ends": grouped_ends,
     "layerwise_sync": layerwise_sync,
     "update_prefetch": update_prefetch,
     "forward_side_recovery": forward_side_recovery,

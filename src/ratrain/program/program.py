@@ -31,6 +31,7 @@ class Program:
     floating  kinds that may be pulled forward when `compute` would otherwise wait
     deferred  updates of a step run inside the next one (lag 1)
     elided    (stage, micro-batch) pairs whose activations are all kept although a rung says otherwise
+    grouped   micro-batches at either end of the step that a stage computes block by block (1: none)
     """
 
     layout: Layout
@@ -41,6 +42,7 @@ class Program:
     floating: frozenset[Kind] = frozenset()
     deferred: bool = False
     elided: frozenset[tuple[int, int]] = field(default_factory=frozenset)
+    grouped: int = 1
 
     def lane(self, stage: int, replica: int = 0) -> Lane:
         """Streams of the rank at (stage, replica)."""

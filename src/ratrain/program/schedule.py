@@ -5,7 +5,7 @@ The lifecycle passes (`passes.py`) start from this and change only when things h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ratrain.program.action import Action, Kind
 from ratrain.program.layout import TIED, Layout
@@ -30,15 +30,21 @@ def one_f_one_b(layout: Layout, form: str = "steady") -> Program:
     return Program(layout, form, tuple(lanes))
 
 
-def compute_order(layout: Layout, stage: int) -> Iterator[tuple[Kind, int]]:
-    """FORWARD and BACKWARD micro-batches of a stage in 1F1B order."""
-    total, warmup = layout.microbatches, layout.warmup(stage)
-    for j in range(warmup):
-        yield Kind.FORWARD, j
-    for j in range(total):
-        if warmup + j < total:
-            yield Kind.FORWARD, warmup + j
-        yield Kind.BACKWARD, j
+def compute_order(layout: Layout, stage: int, grouped: int = 1) -> Iterator[tuple[Kind, Sequence[int]]]:
+    """Runs of FORWARD and BACKWARD micro-batches of a stage in 1F1B order; a run goes block by block.
+
+    The first `grouped` forwards are one run, and so are as many backwards at the end. Every stage warms up by
+    that many forwards less one longer, so that both runs are contiguous in 1F1B and only their inside changes.
+    """
+    total, warmup = layout.microbatches, layout.warmup(stage, grouped)
+    yield Kind.FORWARD, range(grouped)
+    for j in range(grouped, min(warmup + 1, total)):
+        yield Kind.FORWARD, (j,)
+    for j in range(total - grouped):
+        yield Kind.BACKWARD, (j,)
+        if warmup + 1 + j < total:
+            yield Kind.FORWARD, (warmup + 1 + j,)
+    yield Kind.BACKWARD, range(total - grouped, total)
 
 
 def keeps_view(layout: Layout, unit: str) -> bool:
@@ -62,17 +68,23 @@ def gradient_order(layout: Layout, stage: int) -> tuple[str, ...]:
 
 
 def _train_lane(layout: Layout, stage: int) -> Lane:
+    return {"compute": train_compute(layout, stage), **_messages(layout, stage, backward=True)}
+
+
+def train_compute(layout: Layout, stage: int, grouped: int = 1) -> tuple[Action, ...]:
+    """The compute stream of a training step before any work has left it; `grouped` as in `compute_order`."""
     blocks = layout.stages[stage]
     compute: list[Action] = []
-    for kind, j in compute_order(layout, stage):
+    for kind, run in compute_order(layout, stage, grouped):
         if kind is Kind.FORWARD:
             for block in blocks:
-                compute += _forward(layout, stage, block, j)
+                for j in run:
+                    compute += _forward(layout, stage, block, j)
         else:
             for block in reversed(blocks):
-                compute += _backward(layout, stage, block, j)
-    compute += state_work(layout, stage)
-    return {"compute": tuple(compute), **_messages(layout, stage, backward=True)}
+                for j in run:
+                    compute += _backward(layout, stage, block, j)
+    return (*compute, *state_work(layout, stage))
 
 
 def _evaluate_lane(layout: Layout, stage: int) -> Lane:

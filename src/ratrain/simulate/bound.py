@@ -37,7 +37,7 @@ def lower_bound(layout: Layout, cost: CostOf, network: Network) -> float:
     turn = _turn(layout, cost, network)
     most = _fullest_port(layout, cost, network)
     for s in stages:
-        warm, f, b = layout.warmup(s), forward[s], backward[s]
+        warm, f, b = layout.warmup(s, layout.grouped), forward[s], backward[s]
         if rounds > warm + 1:
             waits = max(0.0, later[s] - warm * f) + max(0.0, later[s] - warm * b)
         else:  # all forwards come before the first backward: one wait, after the first or the last

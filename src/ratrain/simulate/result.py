@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ratrain.program.action import Action, Kind
 from ratrain.program.graph import Graph
-from ratrain.program.memory import Footprint
+from ratrain.program.memory import Footprint, handed_over
 from ratrain.program.program import STREAMS, Program
 from ratrain.program.timeline import Row, StepAccount, Timeline, account
 from ratrain.simulate.tables import KINDS, Floats, Ints
@@ -168,8 +168,10 @@ class Simulation:
     def _live(self, lane: int, footprint: Footprint) -> Live:
         level, times, most = footprint.constant, [0.0], [footprint.constant]
         trains = self.program.form in ("first", "steady")
+        waiting = handed_over(self.program, self.graph.lanes[lane][0])
         for node in self._compute_nodes(lane, self.measured):
             action = self.graph.actions[node]
+            level += waiting.get(action, 0) * footprint.boundary
             block, j = action.unit or "", action.microbatch
             works = footprint.working.get(block, 0)
             if action.kind is Kind.FORWARD:
