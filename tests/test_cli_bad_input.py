@@ -329,7 +329,10 @@ def test_layout(bench: Bench, settings: list[str], said: str) -> None:
         (["--nproc", "3"], "are 4 processes, but there are 3"),
         (["--nproc", "0"], "argument --nproc: '0' is no whole number of at least 1"),
         (["--nproc", "two"], "argument --nproc: 'two' is no whole number"),
-        (["--passes", "foo"], "run.passes: unknown pass 'foo'; expected all, none, or layerwise_sync"),
+        (
+            ["--passes", "foo"],
+            "run.passes: unknown pass 'foo'; expected all, none, or grouped_ends, layerwise_sync",
+        ),
         (["--passes", ""], "run.passes is empty"),
         (["--out", ""], "run.out is empty"),
         (["--port", "70000"], "port 70000 cannot be opened"),

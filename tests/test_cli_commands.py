@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ratrain.cli import COMMANDS, main
+from ratrain.program.passes import PASSES
 from run_samples import environment, write_corpus, write_model, write_run
 
 CONSOLE = [str(Path(sys.executable).parent / "ratrain")]
@@ -63,6 +64,7 @@ import sys
 import ratrain.runtime.launch as launch
 launch.launch = lambda *rest, **more: 0
 from ratrain.cli import main
+from ratrain.program.passes import PASSES
 for arguments in (["check", {str(toml)!r}],
                   ["data", "prepare", {str(tmp_path / "corpus")!r}, "--out", {str(tmp_path / "cache")!r}],
                   ["train", {str(toml)!r}], ["plan", {str(toml)!r}]):
@@ -101,7 +103,7 @@ def test_recipes_are_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for name in ("baseline-1f1b", "paper"):
         plans[name] = json.loads(output(capsys, "plan", toml, "--recipe", name, "--json"))["plan"]
         assert f"the recipe {name}" in plans[name]["why"]
-    assert plans["baseline-1f1b"]["passes"] == [] and len(plans["paper"]["passes"]) == 3
+    assert plans["baseline-1f1b"]["passes"] == [] and len(plans["paper"]["passes"]) == len(PASSES)
     page = tmp_path / "page.html"
     step = {
         name: json.loads(output(capsys, "simulate", toml, "--recipe", name, "--out", page, "--json"))[
