@@ -12,7 +12,6 @@ model: computing with the 1F1B bubble, its one rate fitted to all rows.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
 import os
@@ -38,6 +37,7 @@ from ratrain.machine.emulated import EmulatedDevice
 from ratrain.machine.profile import Profile
 from ratrain.model.spec import ModelSpec
 from ratrain.plan.plan import Plan
+from windows import errors, summary, window, write_random_store
 
 MODEL = {
     "model_type": "llama",
@@ -57,9 +57,6 @@ MODEL = {
 SEQ = 256
 SEQUENCES = 2
 """Of a global batch, for each device."""
-RESERVE = 3
-"""Steps of a window that are not counted: two to settle, the last because a flush ends it."""
-
 
 DEVICE = EmulatedDevice(embed=(0.002, 0.002), layer=(0.016, 0.032), head=(0.012, 0.024), optimizer_rate=40e6)
 """Seconds of one sequence, forward and backward: long against what Python takes for an action."""
@@ -150,8 +147,10 @@ def work(folder: Path, cases: Sequence[Case], steps: int) -> int:
         import torch
         import torch.distributed as dist
 
+        from ratrain.plan.forecasting import action_seconds
         from ratrain.runtime.mesh import build_mesh
 
+        spec = ModelSpec.from_dict(MODEL)
         torch.set_num_threads(1)
         measure_device(folder, sorted({c.devices // (c.pipeline or 1) for c in cases} - {1} | {2}))
         plans: list[Any] = [None]
@@ -164,9 +163,13 @@ def work(folder: Path, cases: Sequence[Case], steps: int) -> int:
         seen: dict[str, list[float]] = {}
         for case, written in zip(cases, plans[0]):
             plan = Plan.from_json(written)
-            seen[case.name] = window(case, plan, folder, meshes[plan.pipeline, plan.data], steps)
+            config, mesh = configuration(case, folder), meshes[plan.pipeline, plan.data]
+            durations = action_seconds(plan, spec, config)
+            seen[case.name], timeline = window(config, spec, plan, mesh, folder, steps, durations)
             gc.collect()
-            if rendezvous.rank == 0:
+            if timeline is not None:
+                trace = folder / f"trace-{case.name.replace(' ', '_')}.json"
+                trace.write_text(json.dumps(timeline.to_json()))
                 print(f"{case.name}: {' '.join(f'{s:.3f}' for s in seen[case.name])} s", flush=True)
                 told = {"seconds": seen, "plans": dict(zip(seen, plans[0]))}
                 (folder / "measured.json").write_text(json.dumps(told))
@@ -198,50 +201,6 @@ def measure_device(folder: Path, groups: Sequence[int]) -> None:
         )
         DEVICE.profile(host, MODEL, SEQ).save(folder / "profile.json")
     dist.barrier()
-
-
-def window(case: Case, plan: Plan, folder: Path, mesh: Any, steps: int) -> list[float]:
-    """Step times of a fresh trainer of this row, those of `RESERVE` left out; empty but on rank 0."""
-    import torch
-
-    from ratrain.plan.forecasting import action_seconds
-    from ratrain.runtime.work import Assignment, make_trainer
-
-    config, spec = configuration(case, folder), ModelSpec.from_dict(MODEL)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps + RESERVE))
-    assignment = Assignment(
-        config=config,
-        spec=spec,
-        layout=plan.layout(),
-        passes=plan.passes,
-        micro_batch=plan.micro_batch,
-        slice_tokens=plan.slice_tokens,
-        formats=(plan.view, plan.grad, plan.reduce),
-        weights=None,
-        train=folder / "store" / "train",
-        validation=None,
-        resume=None,
-        folder=folder,
-        checkpoints=folder / "checkpoints",
-        identity={},
-        durations=action_seconds(plan, spec, config),
-    )
-    times: list[float] = []
-    traces = folder / f"trace-{case.name.replace(' ', '_')}.json"
-
-    class Keep:
-        def update(self, metrics: Any) -> None:
-            times.append(metrics["step_time_s"])
-
-        def evaluation(self, metrics: Any) -> None: ...
-        def note(self, text: str) -> None: ...
-        def trace(self, timeline: Any) -> None:
-            traces.write_text(json.dumps(timeline.to_json()))
-
-    make_trainer(
-        assignment, mesh, torch.device("cpu"), Keep() if mesh.rank == 0 else None, save_last=False
-    ).run()
-    return times[RESERVE - 1 : -1]
 
 
 def main() -> None:
@@ -278,21 +237,9 @@ def main() -> None:
 
 def prepare(folder: Path) -> None:
     """A token store of the size that the runs need, and the model's configuration."""
-    import numpy as np
-
-    from ratrain.data.store import write_store
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.json").write_text(json.dumps(MODEL))
-    tokens = np.random.default_rng(0).integers(0, MODEL["vocab_size"], 200_000)  # type: ignore[call-overload]
-    with write_store(
-        folder / "store" / "train",
-        vocab_size=MODEL["vocab_size"],
-        end_id=0,
-        tokenizer="none",
-        source="random",
-    ) as out:  # type: ignore[arg-type]
-        out.add_tokens(tokens)
+    write_random_store(folder, ModelSpec.from_dict(MODEL).vocab)
 
 
 def start(devices: int, link: str, command: list[str]) -> None:
@@ -346,26 +293,21 @@ def report(rows: list[dict[str, Any]]) -> None:
     """The table, mean and worst errors, and whether the order of the recipes came out right."""
     from ratrain.report.table import render_table
 
-    rate = statistics.median(row["trivial"] / row["measured"] for row in rows)
-    table, errors, plain = [], [], []
-    for row in rows:
-        errors.append(row["forecast"] / row["measured"] - 1)
-        plain.append(row["trivial"] / rate / row["measured"] - 1)
-        table.append(
-            (
-                row["row"],
-                row["layout"],
-                f"{row['measured']:.3f}",
-                f"{row['forecast']:.3f}",
-                f"{errors[-1]:+.1%}",
-                f"{plain[-1]:+.1%}",
-                f"{row['peak_bytes'] / 1e6:.0f}",
-            )
+    forecast, trivial = errors(rows)
+    table = [
+        (
+            row["row"],
+            row["layout"],
+            f"{row['measured']:.3f}",
+            f"{row['forecast']:.3f}",
+            f"{mine:+.1%}",
+            f"{plain:+.1%}",
+            f"{row['peak_bytes'] / 1e6:.0f}",
         )
+        for row, mine, plain in zip(rows, forecast, trivial)
+    ]
     print(render_table(("row", "layout", "measured s", "forecast s", "error", "trivial", "peak MB"), table))
-    for name, values in (("forecast", errors), ("trivial model", plain)):
-        mean = sum(map(abs, values)) / len(values)
-        print(f"{name}: mean error {mean:.1%}, worst {max(map(abs, values)):.1%}, over {len(values)} rows")
+    print(summary(forecast, trivial))
     named = [row for row in rows if row["recipe"]]
     for key in ("measured", "forecast"):
         print(f"{key}: {' < '.join(row['recipe'] for row in sorted(named, key=lambda row: row[key]))}")

@@ -11,7 +11,6 @@ fitted to all runs, and the 1F1B bubble.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
@@ -33,6 +32,7 @@ from ratrain.config import (
     TrainConfig,
 )
 from ratrain.model.spec import ModelSpec
+from windows import errors, summary, window, write_random_store
 
 SEQ, VOCAB = 128, 4096
 PROFILED = {"narrow": (256, 704, 4), "wide": (512, 1408, 8)}
@@ -132,6 +132,7 @@ def work(folder: Path, rounds: int, steps: int) -> int:
         os.sched_setaffinity(0, {cores[rendezvous.rank % len(cores)]})
         torch.set_num_threads(1)
         from ratrain.machine.measure import measure_machine
+        from ratrain.plan.resolve import resolve
         from ratrain.runtime.mesh import build_mesh
 
         seen: dict[str, list[float]] = {case.name: [] for case in CASES}
@@ -147,7 +148,9 @@ def work(folder: Path, rounds: int, steps: int) -> int:
                     profile = measure_machine(specs, [1, 2], SEQ, rounds=2)
                     if rendezvous.rank == 0:
                         profile.save(folder / f"profile-{number}-{place}.json")
-                seen[case.name] += window(case, folder, meshes[case.pipeline, case.data], steps)
+                config, spec = configuration(case, folder, "local"), ModelSpec.from_dict(model(case.model))
+                mesh, plan = meshes[case.pipeline, case.data], resolve(config, spec, devices=2)
+                seen[case.name] += window(config, spec, plan, mesh, folder, steps - 1)[0]
                 if rendezvous.rank == 0:
                     print(f"round {number} {case.name}: {seen[case.name][-1]:.4f} s", flush=True)
         if rendezvous.rank == 0:
@@ -155,49 +158,6 @@ def work(folder: Path, rounds: int, steps: int) -> int:
         return 0
 
     return worker_main(body)
-
-
-def window(case: Case, folder: Path, mesh: Any, steps: int) -> list[float]:
-    """Step times of a fresh trainer of this case, its first two steps left out."""
-    import torch
-
-    from ratrain.plan.resolve import resolve
-    from ratrain.runtime.work import Assignment, make_trainer
-
-    config = configuration(case, folder, "local")
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps + 2))
-    spec = ModelSpec.from_dict(model(case.model))
-    plan = resolve(config, spec, devices=2)
-    assignment = Assignment(
-        config=config,
-        spec=spec,
-        layout=plan.layout(),
-        passes=plan.passes,
-        micro_batch=plan.micro_batch,
-        slice_tokens=plan.slice_tokens,
-        formats=(plan.view, plan.grad, plan.reduce),
-        weights=None,
-        train=folder / "store" / "train",
-        validation=None,
-        resume=None,
-        folder=folder,
-        checkpoints=folder / "checkpoints",
-        identity={},
-        durations={},
-    )
-    times: list[float] = []
-
-    class Keep:
-        def update(self, metrics: Any) -> None:
-            times.append(metrics["step_time_s"])
-
-        def evaluation(self, metrics: Any) -> None: ...
-        def note(self, text: str) -> None: ...
-        def trace(self, timeline: Any) -> None: ...
-
-    trainer = make_trainer(assignment, mesh, torch.device("cpu"), Keep(), save_last=False)
-    trainer.run()
-    return times[2:-1] or [0.0] * (steps - 1)  # the last step ends with a flush, not with a next step
 
 
 def predict(case: Case, folder: Path, profile: Path) -> tuple[float, float]:
@@ -255,17 +215,9 @@ def measure(link: str, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
 
 def prepare(folder: Path) -> None:
     """A token store of the size that the runs need, and the models' configurations."""
-    import numpy as np
-
-    from ratrain.data.store import write_store
-
     for name in PROFILED | PREDICTED:
         (folder / f"{name}.json").write_text(json.dumps(model(name)))
-    tokens = np.random.default_rng(0).integers(0, VOCAB, 200_000)
-    with write_store(
-        folder / "store" / "train", vocab_size=VOCAB, end_id=0, tokenizer="none", source="random"
-    ) as out:
-        out.add_tokens(tokens)
+    write_random_store(folder, VOCAB)
 
 
 def start(link: str, command: list[str]) -> None:
@@ -290,26 +242,21 @@ def report(rows: list[dict[str, Any]]) -> None:
     """The table, and mean and worst errors."""
     from ratrain.report.table import render_table
 
-    rate = statistics.median(row["trivial"] / row["measured"] for row in rows)
-    table, errors, plain = [], [], []
-    for row in rows:
-        errors.append(row["forecast"] / row["measured"] - 1)
-        plain.append(row["trivial"] / rate / row["measured"] - 1)
-        table.append(
-            (
-                row["link"],
-                row["case"],
-                f"{row['measured']:.4f}",
-                f"{row['forecast']:.4f}",
-                f"{errors[-1]:+.1%}",
-                f"{plain[-1]:+.1%}",
-            )
+    forecast, trivial = errors(rows)
+    table = [
+        (
+            row["link"],
+            row["case"],
+            f"{row['measured']:.4f}",
+            f"{row['forecast']:.4f}",
+            f"{mine:+.1%}",
+            f"{plain:+.1%}",
         )
+        for row, mine, plain in zip(rows, forecast, trivial)
+    ]
     print(render_table(("link", "case", "measured s", "forecast s", "error", "trivial"), table))
     print(choices(rows))
-    for name, values in (("forecast", errors), ("trivial model", plain)):
-        mean = sum(map(abs, values)) / len(values)
-        print(f"{name}: mean error {mean:.1%}, worst {max(map(abs, values)):.1%}, over {len(values)} runs")
+    print(summary(forecast, trivial))
 
 
 def choices(rows: list[dict[str, Any]]) -> str:

@@ -117,6 +117,25 @@ def test_every_action_of_a_step_has_a_cost() -> None:
                 assert cost.seconds >= 0 and all(port in capacity and load > 0 for port, load in cost.loads)
 
 
+def test_a_block_costs_what_its_rung_costs_where_the_program_drops_it() -> None:
+    """The last stage drops nothing, because backwards follow their forwards; unless they go in groups."""
+    times = [
+        BlockTime("m", block, rung, 1, 64, "fp32", forward, 0.5, 2.0)
+        for block in ("embed", "layer0", "head")
+        for rung, forward in (("keep", 1.0), ("inputs", 0.75))
+    ]
+    compute = Compute(profile(blocks=tuple(times)), "fp32")
+
+    def forward(stage: int, **choices: Any) -> float:
+        plan = make_plan(SPEC, data=1, rungs=uniform_rungs((2, 2), "inputs"), **choices)
+        block = plan.layout().stages[stage][1 - stage]
+        return Costs(SPEC, plan, compute)(Action(Kind.FORWARD, stage, block, 0)).seconds
+
+    assert (forward(0), forward(1)) == (0.75, 1.0)
+    assert forward(1, passes=()) == 0.75
+    assert forward(1, grouped=8) == 0.75
+
+
 def test_zero_0_reduces_to_every_replica_and_updates_all() -> None:
     def cost(zero: int, kind: Kind) -> Any:
         plan = make_plan(SPEC, data=2, zero=zero, view="bf16")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -23,7 +24,7 @@ from ratrain.model.positions import PositionTable
 from ratrain.model.spec import ModelSpec, layer_index
 
 
-class Block(nn.Module):
+class Block(nn.Module, ABC):
     """A schedulable piece of the model.
 
     `embed`: `forward(ids)`, int64 `[batch, seq]` to `[batch, seq, hidden]`. `layer<i>`: `forward(x)`,
@@ -37,9 +38,9 @@ class Block(nn.Module):
         self.name = name
         self.is_rebuilding = False
 
+    @abstractmethod
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
         """Where each parameter sits: Hugging Face name to (module, attribute)."""
-        raise NotImplementedError
 
     @contextmanager
     def rebuilding(self) -> Iterator[None]:

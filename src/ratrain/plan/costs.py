@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 from ratrain.machine.platform import Platform
 from ratrain.machine.profile import Profile
 from ratrain.model.spec import ModelSpec
 from ratrain.plan.compute import BlockSeconds, Compute
-from ratrain.plan.memory import StateModel, activation_model
+from ratrain.plan.memory import StateModel, activation_model, memory_program
 from ratrain.plan.network import Flow, Network
 from ratrain.plan.plan import Plan
 from ratrain.plan.tensor import ALL_REDUCES, tensor_slice
 from ratrain.program.action import Action, Kind
 from ratrain.program.layout import EMBED, HEAD
+from ratrain.program.program import Program
 from ratrain.simulate.cost import Cost, Port
 from ratrain.simulate.cost import Network as Ports
 
@@ -64,11 +66,11 @@ class Costs:
 
     def forward(self, a: Action) -> Cost:
         """FORWARD of a block."""
-        return Cost(self.block(a.unit or "").on(self._rung(a))[0])
+        return Cost(self._passes(a)[0])
 
     def backward(self, a: Action) -> Cost:
         """BACKWARD of a block, without recovery."""
-        return Cost(self.block(a.unit or "").on(self._rung(a))[1])
+        return Cost(self._passes(a)[1])
 
     def recover(self, a: Action) -> Cost:
         """RECOVER of a block from its rung."""
@@ -122,13 +124,19 @@ class Costs:
         size = self.states.padded(unit or "")
         return size // self.plan.data if self.plan.zero else size
 
+    def _passes(self, a: Action) -> tuple[float, float]:
+        """Forward and backward of the action's block."""
+        block = self.block(a.unit or "")
+        return block.on(self._rung(a) if block.passes else "keep")
+
     def _rung(self, a: Action) -> str:
-        """What most of the block's micro-batches keep: the last stage drops nothing where recovery is elided."""
-        layout = self.layout
-        elides = layout.elide and "forward_side_recovery" in self.plan.passes
-        if elides and (self.plan.micro_batches == 1 or a.stage == layout.pipeline - 1):
-            return "keep"
-        return layout.rung(a.stage, a.unit or "")
+        """What most of the block's micro-batches keep: the program says for which nothing is dropped."""
+        program = self._short_program
+        return program.keeps(a.stage, a.unit or "", program.layout.microbatches // 2)
+
+    @cached_property
+    def _short_program(self) -> Program:
+        return memory_program(self.plan)
 
     def _moved(self, stage: int, flow: Flow, directions: tuple[str, ...]) -> Cost:
         loads: dict[tuple[str, int, str], float] = {}

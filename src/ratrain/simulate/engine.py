@@ -274,9 +274,7 @@ def run(
                 job = queues + slot
                 fair[slot] = pace
                 if pace != rate[job]:
-                    remaining[job] = max(0.0, remaining[job] - (now - since[job]) * rate[job])
-                    since[job], rate[job] = now, pace
-                    n_heap = _schedule(heap, place, when, n_heap, job, now + remaining[job] / pace)
+                    n_heap = _repace(heap, place, when, n_heap, job, now, pace, remaining, since, rate)
         if drag != 1:
             for slot in range(queues):
                 job = queues + slot
@@ -288,17 +286,13 @@ def run(
                         pace = fair[slot] / drag
                         break
                 if pace != rate[job]:
-                    remaining[job] = max(0.0, remaining[job] - (now - since[job]) * rate[job])
-                    since[job], rate[job] = now, pace
-                    n_heap = _schedule(heap, place, when, n_heap, job, now + remaining[job] / pace)
+                    n_heap = _repace(heap, place, when, n_heap, job, now, pace, remaining, since, rate)
         if slowdown != 1:
             for lane in range(lanes):
                 q = lane * streams + COMPUTE
                 pace = 1 / slowdown if flows[lane] > 0 else 1.0
                 if place[q] >= 0 and pace != rate[q]:
-                    remaining[q] = max(0.0, remaining[q] - (now - since[q]) * rate[q])
-                    since[q], rate[q] = now, pace
-                    n_heap = _schedule(heap, place, when, n_heap, q, now + remaining[q] / pace)
+                    n_heap = _repace(heap, place, when, n_heap, q, now, pace, remaining, since, rate)
 
         if finished == to_finish and (steps == 1 or begun == lanes):
             return True, start, end, turn, stood
@@ -306,6 +300,25 @@ def run(
             return False, start, end, turn, stood
         now = when[heap[0]]
         limit = now * (1 + SAME_INSTANT)
+
+
+@njit(cache=True)
+def _repace(
+    heap: Longs,
+    place: Longs,
+    when: Floats,
+    size: int,
+    job: int,
+    now: float,
+    pace: float,
+    remaining: Floats,
+    since: Floats,
+    rate: Floats,
+) -> int:
+    """Lets `job` go on at another pace from now. Returns the new size of the heap."""
+    remaining[job] = max(0.0, remaining[job] - (now - since[job]) * rate[job])
+    since[job], rate[job] = now, pace
+    return _schedule(heap, place, when, size, job, now + remaining[job] / pace)
 
 
 @njit(cache=True)
