@@ -8,6 +8,7 @@ from typing import Any
 from race.rows import Case
 from ratrain.config import AUTO, Config, ParallelConfig, RecoveryConfig, parse_config
 from ratrain.model.spec import ModelSpec
+from ratrain.plan.fit import with_memory
 from ratrain.plan.plan import Plan
 from ratrain.plan.resolve import resolve
 
@@ -67,7 +68,19 @@ def _config(case: Case) -> Config:
     return parse_config(table, case.name)
 
 
-def recovery_working_set(plan: Plan, spec: ModelSpec) -> tuple[int, ...]:
+def working_set(plan: Plan, spec: ModelSpec) -> tuple[int, ...]:
+    """Bytes per stage that a plan pays for passes which peers do not have: for recovery, and for the micro-batches
+    in flight at grouped ends beyond those of 1F1B."""
+    ungrouped = plan.with_(grouped=1, forecast=None)
+    both = [with_memory(each, spec).forecast for each in (plan.with_(forecast=None), ungrouped)]
+    grouped, alone = (forecast.memory for forecast in both if forecast is not None)
+    return tuple(
+        recovery + more.total - less.total
+        for recovery, more, less in zip(_recovery_working_set(plan, spec), grouped, alone)
+    )
+
+
+def _recovery_working_set(plan: Plan, spec: ModelSpec) -> tuple[int, ...]:
     """Bytes per stage that recovery may hold on top of what its rungs keep: `ahead` micro-batches of the
     stage, and the larger of one block and, where the last one is never dropped, the stage."""
     layout, held = plan.layout(), []

@@ -7,14 +7,14 @@ from statistics import median
 
 from race.arena import WARM_STEPS, Record
 from race.overhead import MOST
-from race.ratrain_plan import plan_of, recovery_working_set
+from race.ratrain_plan import plan_of, working_set
 from race.results import Result
 from race.rows import RATRAIN, Bar, Case, Row
 from ratrain.config import parse_bytes
 
 LOSS_TOLERANCE = 1e-4
 MEMORY_TOLERANCE = 1.03
-"""RATrain may use what the peer uses and what its plan forecasts for recovery, and this much more."""
+"""RATrain may use what the peer uses and what its plan forecasts for recovery and grouping, and this much more."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,15 @@ def _memory(row: Row, result: Result) -> list[Check]:
             continue
         if (peer.pipeline, peer.data, peer.layers) != (case.pipeline, case.data, case.layers) or record.error:
             continue
-        working = recovery_working_set(plan_of(case), case.model.spec())
+        working = working_set(plan_of(case), case.model.spec())
         allowed = [
             (theirs + working[case.place(rank)[0]]) * MEMORY_TOLERANCE
             for rank, theirs in enumerate(result.records[peer.name].peak)
         ]
         worst = max(range(case.ranks), key=lambda rank: record.peak[rank] / allowed[rank])
         text = (
-            f"peak memory of rank {worst} {record.peak[worst] / 1e6:.0f} MB, {peer.name} and forecast recovery "
-            f"allow {allowed[worst] / 1e6:.0f} MB"
+            f"peak memory of rank {worst} {record.peak[worst] / 1e6:.0f} MB, {peer.name} and what the plan "
+            f"forecasts for recovery and grouping allow {allowed[worst] / 1e6:.0f} MB"
         )
         found.append(Check(text, record.peak[worst] <= allowed[worst]))
     return found
