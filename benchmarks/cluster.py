@@ -22,13 +22,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 INTERFACE = "eth0"
 MASTER_PORT = 29500  # Free on every host: each has its own ports.
 _TOOLS = ("ip", "tc", "sysctl", "unshare", "nsenter", "setpriv", "taskset")
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 _SEGMENT = 65536
+STEADY: Mapping[str, Any] = {"congestion": "cubic", "queue": "400ms", "unsent": 131072, "segment": 16384}
+"""Settings of a `Cluster` whose links take the same time for the same transfer, for holding forecasts against: Linux's
+default congestion control (BBR starves a link to probe it), queues that drop nothing, and hardly a burst."""
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 

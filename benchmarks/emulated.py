@@ -244,7 +244,7 @@ def prepare(folder: Path) -> None:
 
 def start(devices: int, link: str, command: list[str]) -> None:
     """A rank of `command` on each of as many hosts as there are devices."""
-    from cluster import Cluster
+    from cluster import STEADY, Cluster
 
     shared = {
         "WORLD_SIZE": str(devices),
@@ -253,9 +253,7 @@ def start(devices: int, link: str, command: list[str]) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
     }
-    with Cluster(
-        hosts=devices, rate=link, congestion="cubic", queue="400ms", unsent=131072, segment=16384
-    ) as cluster:
+    with Cluster(hosts=devices, rate=link, **STEADY) as cluster:
         ranks = [cluster.start(h, command, env={**shared, "RANK": str(h)}) for h in range(devices)]
         if any([rank.wait() for rank in ranks]):
             raise SystemExit("a run failed")

@@ -2,10 +2,10 @@
 
     python benchmarks/forecast.py [--rounds 3] [--steps 4] [--links loopback 450mbit] [--json FILE]
 
-Profiling and running alternate in one window and medians are compared, because the machine drifts by 5 to
-10 %. Blocks are profiled on two model shapes; runs use these and a third that nobody profiled. Links other
-than loopback need root (network namespaces). Beside the forecast stands the trivial model: one FLOP rate,
-fitted to all runs, and the 1F1B bubble.
+Profiling and running alternate, because the machine drifts by 5 to 10 % in minutes: a run is held against the
+profiles before and after it, and compared are medians over rounds. Blocks are profiled on two model shapes;
+runs use these and a third that nobody profiled. Links other than loopback need root (network namespaces).
+Beside the forecast stands the trivial model: one FLOP rate, fitted to all runs, and the 1F1B bubble.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEQ, VOCAB = 128, 4096
 PROFILED = {"narrow": (256, 704, 4), "wide": (512, 1408, 8)}
 PREDICTED = {"middle": (384, 1056, 6)}
 """Hidden, intermediate, heads. All have 8 layers."""
-PROFILE_EVERY = 4
+PROFILE_EVERY = 6
 """Cases between two profiles."""
 
 
@@ -136,6 +136,12 @@ def work(folder: Path, rounds: int, steps: int) -> int:
         from ratrain.runtime.mesh import build_mesh
 
         seen: dict[str, list[float]] = {case.name: [] for case in CASES}
+
+        def profile(number: int, place: int) -> None:
+            measured = measure_machine(specs, [1, 2], SEQ, rounds=4)
+            if rendezvous.rank == 0:
+                measured.save(_profile(folder, number, place))
+
         # One mesh a shape: process groups hold threads, and a hundred of them slow down what comes last.
         meshes = {
             shape: build_mesh(*shape, rendezvous.rank, tied=False)
@@ -145,19 +151,24 @@ def work(folder: Path, rounds: int, steps: int) -> int:
         for number in range(rounds):
             for place, case in enumerate(CASES):
                 if place % PROFILE_EVERY == 0:
-                    profile = measure_machine(specs, [1, 2], SEQ, rounds=2)
-                    if rendezvous.rank == 0:
-                        profile.save(folder / f"profile-{number}-{place}.json")
+                    profile(number, place)
                 config, spec = configuration(case, folder, "local"), ModelSpec.from_dict(model(case.model))
                 mesh, plan = meshes[case.pipeline, case.data], resolve(config, spec, devices=2)
-                seen[case.name] += window(config, spec, plan, mesh, folder, steps - 1)[0]
+                seconds, _ = window(config, spec, plan, mesh, folder, steps - 1)
                 if rendezvous.rank == 0:
+                    seen[case.name].append(statistics.median(seconds))
                     print(f"round {number} {case.name}: {seen[case.name][-1]:.4f} s", flush=True)
+            profile(number, len(CASES))
         if rendezvous.rank == 0:
             (folder / "measured.json").write_text(json.dumps(seen))
         return 0
 
     return worker_main(body)
+
+
+def _profile(folder: Path, number: int, place: int) -> Path:
+    """The profile measured in a round before the case at a place."""
+    return folder / f"profile-{number}-{place}.json"
 
 
 def predict(case: Case, folder: Path, profile: Path) -> tuple[float, float]:
@@ -199,14 +210,21 @@ def measure(link: str, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
         command = ["--worker", str(folder), "--rounds", str(rounds), "--steps", str(steps)]
         start(link, [sys.executable, str(Path(__file__).resolve()), *command])
         seen = json.loads((folder / "measured.json").read_text())
-        profiles = sorted(folder.glob("profile-*.json"))
-        for case in CASES:
-            forecasts = [predict(case, folder, profile) for profile in profiles]
+        for place, case in enumerate(CASES):
+            before = place // PROFILE_EVERY * PROFILE_EVERY
+            around = (before, min(before + PROFILE_EVERY, len(CASES)))
+            forecasts = [
+                predict(case, folder, _profile(folder, number, at))
+                for number in range(rounds)
+                for at in around
+            ]
             yield {
                 "link": link,
                 "case": case.name,
                 "measured": statistics.median(seen[case.name]),
-                "forecast": statistics.median(f for f, _ in forecasts),
+                "forecast": statistics.median(
+                    statistics.mean(f for f, _ in pair) for pair in zip(forecasts[::2], forecasts[1::2])
+                ),
                 "trivial": forecasts[0][1],
                 "sequences": configuration(case, folder, "local").train.global_batch,
                 "model": case.model,
@@ -229,9 +247,9 @@ def start(link: str, command: list[str]) -> None:
         if launch(command[1:], 2, env=environment, program=command[:1]):
             raise SystemExit("a run failed")
         return
-    from cluster import Cluster
+    from cluster import STEADY, Cluster
 
-    with Cluster(hosts=2, rate=link, pin=True) as cluster:
+    with Cluster(hosts=2, rate=link, pin=True, **STEADY) as cluster:
         shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
         ranks = [cluster.start(h, command, env={**shared, "RANK": str(h)}) for h in range(2)]
         if any([rank.wait() for rank in ranks]):

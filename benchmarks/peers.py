@@ -5,6 +5,7 @@
     python benchmarks/peers.py --trace pp2-dp2-200mbit        where RATrain's time goes in that row
     python benchmarks/peers.py --table                        tables of what has been run
     python benchmarks/peers.py --memory                       RATrain's peaks in them beside their forecasts
+    python benchmarks/peers.py --bounds                       how near RATrain comes to what no schedule can beat
 
 Results are kept per row under `runs/race`; a row that was run with as many repetitions is not run again.
 """
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from race.arena import race
+from race.bounds import bound_of, table
 from race.overhead import overheads
 from race.profiles import with_profile
 from race.ratrain_plan import plan_of, settled
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="run again what has been run")
     parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--memory", action="store_true", help="forecast peaks beside what has been run")
+    parser.add_argument("--bounds", action="store_true", help="lower bounds beside what has been run")
     parser.add_argument("--trace", metavar="ROW", choices=[row.name for row in rows])
     parser.add_argument("--docs", type=Path, help="put the tables between the race's marks in this page")
     parser.add_argument("--out", type=Path, default=RUNS)
@@ -51,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.memory:
         _memory(rows, args.out)
+        return 0
+    if args.bounds:
+        results = [(row, load(args.out, row)) for row in (_settled(row, args.out) for row in rows)]
+        found = [bound_of(row, result, args.out) for row, result in results if result is not None]
+        print(table([bound for bound in found if bound is not None]))
         return 0
     if args.trace:
         _trace(next(row for row in rows if row.name == args.trace), args.out)

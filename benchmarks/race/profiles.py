@@ -24,11 +24,20 @@ def with_profile(row: Row, case: Case, folder: Path) -> Case:
     """
     if not case.options.get("planned"):
         return case
+    return replace(case, options={**case.options, "platform": str(profile_of(row, case, folder))})
+
+
+def profile_of(row: Row, case: Case, folder: Path) -> Path:
+    """The profile of the row's link and model with the case's ranks on their cores, measured if it is not there.
+
+    Raises Failed if `ratrain profile` fails.
+    """
     model = case.model
-    path = folder / f"profile-{row.link}-{model.vocab}x{model.seq_len}.json"
+    shared = "" if case.ranks == 2 else f"-{case.pipeline}x{case.data}"
+    path = folder / f"profile-{row.link}-{model.vocab}x{model.seq_len}{shared}.json"
     if not path.exists():
         _measure(row, case, path)
-    return replace(case, options={**case.options, "platform": str(path)})
+    return path
 
 
 def _measure(row: Row, case: Case, path: Path) -> None:

@@ -17,7 +17,7 @@ def plan_of(case: Case) -> Plan:
     """The plan that a user with this configuration would get."""
     if "plan" in case.options:
         return Plan.from_json(case.options["plan"], case.name)
-    return resolve(_config(case), case.model.spec(), devices=case.ranks)
+    return resolve(config_of(case), case.model.spec(), devices=case.ranks)
 
 
 def settled(case: Case) -> Case:
@@ -27,7 +27,7 @@ def settled(case: Case) -> Case:
     """
     if not case.options.get("planned"):
         return case
-    config = _config(case)
+    config = config_of(case)
     config = replace(config, parallel=ParallelConfig(), recovery=RecoveryConfig())
     config = replace(config, train=replace(config.train, micro_batch=AUTO))
     plan = resolve(config, case.model.spec(), devices=case.ranks)
@@ -45,7 +45,8 @@ def settled(case: Case) -> Case:
     )
 
 
-def _config(case: Case) -> Config:
+def config_of(case: Case) -> Config:
+    """The run configuration that a user would write for it."""
     table: dict[str, Any] = {
         "model": {"config": "race"},
         "data": {"corpus": "race", "seq_len": case.model.seq_len},

@@ -25,8 +25,8 @@ _HEADER = (
 def markdown(row: Row, result: Result) -> str:
     """One row as a section: a table of contenders, then what was asked."""
     lines = [f"### {row.name}", "", f"{_sentence(row)}", ""]
-    lines += [_line(_HEADER), _line(["---"] * len(_HEADER))]
-    lines += [_line(_contender(row, result, case)) for case in row.cases]
+    lines += [line(_HEADER), line(["---"] * len(_HEADER))]
+    lines += [line(_contender(row, result, case)) for case in row.cases]
     asked = checks(row, result)
     lines += ["", *(f"- {check}" for check in asked)] if asked else []
     return "\n".join([*lines, ""])
@@ -85,5 +85,6 @@ def layout(case: Case) -> str:
     return " ".join(words) or "1 process"
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"

@@ -66,12 +66,12 @@ def checks(row: Row, result: Result) -> list[Check]:
 
 def _bar(row: Row, result: Result, bar: Bar) -> Check:
     against = bar.against
-    peers = [c.name for c in row.cases if c.tool != RATRAIN and _counts(row, result, c)]
+    peers = [c.name for c in row.cases if c.tool != RATRAIN and counts(row, result, c)]
     if against == "best peer" and peers:
         against = min(peers, key=lambda name: median(result.records[name].windows))
     who = bar.who
     if who == "best ratrain":
-        ours = [c.name for c in row.cases if c.tool == RATRAIN and _counts(row, result, c)]
+        ours = [c.name for c in row.cases if c.tool == RATRAIN and counts(row, result, c)]
         who = min(ours, key=lambda name: median(result.records[name].windows), default="")
     if against not in peers or who not in result.records or result.records[who].error:
         return Check(f"{bar.who} against {bar.against}: at most {bar.most:.2f}x", None)
@@ -89,7 +89,8 @@ def _overhead(result: Result) -> list[Check]:
     ]
 
 
-def _counts(row: Row, result: Result, case: Case) -> bool:
+def counts(row: Row, result: Result, case: Case) -> bool:
+    """Whether it trained what RATrain trained, within the limit."""
     return valid(row, result, case) and fits(case, result.records[case.name])
 
 

@@ -13,7 +13,8 @@ from ratrain.simulate.cost import Cost, CostOf, Network, Port
 def lower_bound(layout: Layout, cost: CostOf, network: Network) -> float:
     """Seconds from a stage's first forward to its next step's, at least, under 1F1B and any passes.
 
-    The longest of two: the fullest port's bytes over its capacity, and the longest over stages s of
+    The longest of three: the fullest port's bytes over its capacity, what `_around_synchronisation` says, and
+    the longest over stages s of
         M forwards and backwards of s, and of its recovery
       + at the step's start, where the first gradient is still on its way through the later stages, what
         the warm-up forwards do not fill; and the same at its end, after the last forward
@@ -35,7 +36,7 @@ def lower_bound(layout: Layout, cost: CostOf, network: Network) -> float:
     for s in stages[1:]:
         earlier[s] = earlier[s - 1] + forward[s - 1] + backward[s - 1] + hops[s]
     turn = _turn(layout, cost, network)
-    most = _fullest_port(layout, cost, network)
+    most = max(_fullest_port(layout, cost, network), _around_synchronisation(layout, cost, network))
     for s in stages:
         warm, f, b = layout.warmup(s, layout.grouped), forward[s], backward[s]
         if rounds > warm + 1:
@@ -100,6 +101,46 @@ def _turn(layout: Layout, cost: CostOf, network: Network) -> float:
     return _meeting(network, cost, chain) + cost(Action(Kind.UPDATE_SHARD, 0, unit)).seconds
 
 
+def _around_synchronisation(layout: Layout, cost: CostOf, network: Network) -> float:
+    """The longest over stages s of what no schedule runs at the same time: all transfers of the stage's state, and
+    what lies between their end and their next beginning.
+
+    No unit of s is reduced before the last block's last backward, and no view comes after the last block's first
+    forward. Between these two lie, of k grouped micro-batches, M - k forwards and backwards of s and k of its last
+    block; or of a later stage all M, and the first activation's way there and the last gradient's way back.
+    """
+    if layout.replicas == 1 or reduces_per_microbatch(layout):
+        return 0.0
+    rounds, alone = layout.microbatches, layout.microbatches - min(layout.grouped, layout.microbatches)
+    busy = [
+        _total(layout, cost, Kind.FORWARD, s) + _total(layout, cost, Kind.BACKWARD, s)
+        for s in range(layout.pipeline)
+    ]
+    longest = 0.0
+    for s, blocks in enumerate(layout.stages):
+        loads: Counter[Port] = Counter()
+        for unit, _ in layout.units[s]:
+            loads += _sum([cost(action) for action in _state_transfers(layout, s, unit)])
+        moved = max((size / network.capacity[port] for port, size in loads.items()), default=0.0)
+        last = sum(cost(Action(kind, s, blocks[-1], 0)).seconds for kind in (Kind.FORWARD, Kind.BACKWARD))
+        between = alone * busy[s] + (rounds - alone) * last
+        way = last
+        for later in range(s + 1, layout.pipeline):
+            way += _meeting(network, cost, _hop(later))
+            between = max(between, way + rounds * busy[later])
+            way += busy[later]
+        longest = max(longest, moved + between)
+    return longest
+
+
+def _state_transfers(layout: Layout, stage: int, unit: str) -> list[Action]:
+    """A step's, where gradients are summed before they are reduced."""
+    moved = [Action(Kind.GRAD_SYNC, stage, unit)]
+    if layout.zero > 0:
+        moved.append(Action(Kind.PREFETCH_VIEW, stage, unit, None, "fwd"))
+    return moved
+
+
 def _fullest_port(layout: Layout, cost: CostOf, network: Network) -> float:
     """Bytes of a step through its fullest port over that port's capacity."""
     loads: Counter[Port] = Counter()
@@ -116,11 +157,13 @@ def _fullest_port(layout: Layout, cost: CostOf, network: Network) -> float:
             for kind in kinds if exists else ():
                 add(rounds, Action(kind, s, None, 0))
         for unit, _ in units if layout.replicas > 1 else ():
-            per_round = reduces_per_microbatch(layout)
-            add(rounds if per_round else 1, Action(Kind.GRAD_SYNC, s, unit, 0 if per_round else None))
-            if not keeps_view(layout, unit):
-                for phase in ("fwd", "bwd"):
-                    add(rounds, Action(Kind.PREFETCH_VIEW, s, unit, 0, phase))
-            elif layout.zero > 0:
+            if not reduces_per_microbatch(layout):
+                for action in _state_transfers(layout, s, unit):
+                    add(1, action)
+                continue
+            add(rounds, Action(Kind.GRAD_SYNC, s, unit, 0))
+            if keeps_view(layout, unit):
                 add(1, Action(Kind.PREFETCH_VIEW, s, unit, None, "fwd"))
+            for phase in ("fwd", "bwd") if not keeps_view(layout, unit) else ():
+                add(rounds, Action(Kind.PREFETCH_VIEW, s, unit, 0, phase))
     return max((size / network.capacity[port] for port, size in loads.items()), default=0.0)
