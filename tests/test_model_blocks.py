@@ -13,6 +13,7 @@ from model_chain import BATCH, SEQ, Chain, assert_close_gradients, batch
 from ratrain.errors import UserError
 from ratrain.model.blocks import bind, build_block, build_positions, initial_value
 from ratrain.model.families import hf_config
+from ratrain.model.head import LogitsPool, head_loss
 from ratrain.model.segment import forward
 from ratrain.model.spec import RUNGS, ModelSpec
 
@@ -271,3 +272,25 @@ def test_bind_refuses_wrong_tensors() -> None:
         bind(block, {"model.norm.weight": norm})
     with pytest.raises(ValueError, match=r"lm_head.weight is \(255, 64\), expected \(256, 64\)"):
         bind(block, {"model.norm.weight": norm, "lm_head.weight": weight[1:]})
+
+
+def test_a_head_makes_one_logits_buffer_for_each_micro_batch_in_flight() -> None:
+    """Made anew for every micro-batch they leave holes in the heap, which grows by one every few micro-batches."""
+    pool = LogitsPool()
+    hidden = torch.randn(2, 8, 16, requires_grad=True)
+    weight, targets = torch.randn(64, 16, requires_grad=True), torch.randint(0, 64, (2, 8))
+
+    def loss() -> Tensor:
+        return head_loss(hidden, weight, targets, 16, pool=pool)
+
+    for _ in range(3):
+        first, second = loss(), loss()
+        assert pool.idle_bytes == 0
+        first.backward()
+        second.backward()
+        assert pool.idle_bytes == 2 * 16 * 64 * 4
+    loss().backward()
+    head_loss(hidden, weight, targets, 16, slice_tokens=8, pool=pool).backward()
+    with torch.no_grad():
+        loss()
+    assert pool.idle_bytes == 2 * 16 * 64 * 4 + 8 * 64 * 4

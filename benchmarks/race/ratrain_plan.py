@@ -87,7 +87,7 @@ def _recovery_working_set(plan: Plan, spec: ModelSpec) -> tuple[int, ...]:
     layout, held = plan.layout(), []
 
     def dropped(block: str, rung: Any) -> int:
-        sizes = (plan.micro_batch, plan.seq_len, plan.precision.view_bytes, plan.slice_tokens)
+        sizes = (plan.micro_batch, plan.seq_len, plan.precision.view_bytes)
         return spec.saved_bytes(block, "keep", *sizes) - spec.saved_bytes(block, rung, *sizes)
 
     for stage, blocks in enumerate(layout.stages):

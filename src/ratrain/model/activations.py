@@ -20,21 +20,19 @@ def saved_bytes(
     micro_batch: int,
     seq_len: int,
     view_bytes: int,
-    slice_tokens: int = 0,
 ) -> int:
     """Bytes that one micro-batch of a block holds from its forward to its backward, its input included and
-    its output not (that is the next block's input).
+    its output not (that is the next block's input), nor the logits (`head_buffers`).
 
     Args:
         micro_batch: samples.
         view_bytes: of one number in the compute precision.
-        slice_tokens: tokens a slice of the head, 0 for an unsliced head, which holds all its logits.
     """
     tokens = micro_batch * seq_len
     if block == "embed":
         return tokens * _INT64
     if block == "head":
-        return _head(spec, rung, tokens, view_bytes, slice_tokens)
+        return _head(spec, rung, tokens, view_bytes)
     return _layer(spec, layer_index(block), rung, micro_batch, seq_len, view_bytes)
 
 
@@ -55,6 +53,7 @@ def working_bytes(
     Args:
         grad_bytes: of one number in the accumulation precision; where it is not the compute precision, the
             largest weight gradient exists once more before it is added.
+        slice_tokens: tokens a slice of the head, 0 for an unsliced head.
     """
     tokens = micro_batch * seq_len
     converted = grad_bytes != view_bytes
@@ -63,16 +62,25 @@ def working_bytes(
     largest = max(shape.size for shape in spec.parameters(block)) * view_bytes if converted else 0
     if block == "head":
         rows = min(slice_tokens, tokens) if slice_tokens else tokens
-        sliced = rows * spec.vocab * view_bytes if slice_tokens else 0
         # Normalised rows need logits and gradient side by side; a loss in fp32 needs a copy of 16-bit logits.
         copies = (view_bytes if spec.head_normalised else 0) + (_FP32 if view_bytes < _FP32 else 0)
-        return tokens * spec.hidden * view_bytes + sliced + max(rows * spec.vocab * copies, largest)
+        product = tokens * spec.hidden * view_bytes + max(rows * spec.vocab * copies, largest)
+        # The norm's backward comes when only the logits' buffers are left: three tensors of its input's shape.
+        return max(product, 3 * tokens * spec.hidden * max(view_bytes, _FP32))
     # While the gradient of the SwiGLU product is taken apart its two factors' gradients exist beside it, and
     # the product itself is gone.
     inside = max(2 * spec.intermediate, spec.hidden + spec.query_width + 2 * spec.kv_width)
     # Attention off the flash path takes one more fp32 map of scores than is freed by then.
     scores = spec.heads * tokens * seq_len * _FP32 if spec.dropout and view_bytes < _FP32 else 0
     return tokens * inside * view_bytes + scores + largest
+
+
+def head_buffers(spec: ModelSpec, tokens: int, view_bytes: int, in_flight: int, slice_tokens: int = 0) -> int:
+    """Bytes of the logits' buffers, which the head makes once and uses again: one for each micro-batch of `tokens`
+    that is between forward and backward, or one of a slice."""
+    if slice_tokens:
+        return min(slice_tokens, tokens) * spec.vocab * view_bytes
+    return in_flight * tokens * spec.vocab * view_bytes
 
 
 def table_bytes(spec: ModelSpec, seq_len: int, view_bytes: int) -> int:
@@ -84,14 +92,13 @@ def table_bytes(spec: ModelSpec, seq_len: int, view_bytes: int) -> int:
     return (2 * seq_len * spec.head_dim + len(masks) * seq_len * seq_len) * view_bytes
 
 
-def _head(spec: ModelSpec, rung: Rung, tokens: int, view_bytes: int, slice_tokens: int) -> int:
+def _head(spec: ModelSpec, rung: Rung, tokens: int, view_bytes: int) -> int:
     held = tokens * (spec.hidden * view_bytes + _INT64)
     if rung != "keep":
         return held
-    logits = 0 if slice_tokens else tokens * spec.vocab * view_bytes
     if spec.head_normalised:
         held += spec.vocab * max(_FP32, view_bytes)
-    return held + _norm(tokens, spec.hidden, view_bytes, input_held=True) + logits
+    return held + _norm(tokens, spec.hidden, view_bytes, input_held=True)
 
 
 def _layer(spec: ModelSpec, index: int, rung: Rung, micro_batch: int, seq_len: int, view_bytes: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ratrain.model.embedding import lookup
 from ratrain.model.families import decoder_layer, position_table, rms_norm
-from ratrain.model.head import head_loss, plain_head_loss, plain_logits
+from ratrain.model.head import LogitsPool, head_loss, plain_head_loss, plain_logits
 from ratrain.model.linear import Linear
 from ratrain.model.positions import PositionTable
 from ratrain.model.spec import ModelSpec, layer_index
@@ -112,6 +112,7 @@ class HeadBlock(Block):
         super().__init__(spec, "head")
         self.own_backward = own_backward
         self.slice_tokens = slice_tokens
+        self.pool = LogitsPool()
         self.norm = rms_norm(spec)
         with torch.device("meta"):
             self.weight = nn.Parameter(torch.empty(spec.vocab, spec.hidden))
@@ -128,7 +129,7 @@ class HeadBlock(Block):
         (target tokens of the global batch): fp32, or fp64 in an fp64 model."""
         arguments = (self.norm(x), self.weight, targets, denominator, self.spec.head_normalised)
         if self.own_backward:
-            return head_loss(*arguments, self.slice_tokens)
+            return head_loss(*arguments, self.slice_tokens, self.pool)
         return plain_head_loss(*arguments)
 
 

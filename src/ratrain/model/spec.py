@@ -165,14 +165,12 @@ class ModelSpec:
 
         return sum(operator.flops for operator in forward_operators(self, block, micro_batch, seq_len))
 
-    def saved_bytes(
-        self, block: str, rung: Rung, micro_batch: int, seq_len: int, view_bytes: int, slice_tokens: int = 0
-    ) -> int:
+    def saved_bytes(self, block: str, rung: Rung, micro_batch: int, seq_len: int, view_bytes: int) -> int:
         """Bytes that one micro-batch of a block holds between forward and backward on a rung;
         see `activations.saved_bytes`."""
         from ratrain.model.activations import saved_bytes
 
-        return saved_bytes(self, block, rung, micro_batch, seq_len, view_bytes, slice_tokens)
+        return saved_bytes(self, block, rung, micro_batch, seq_len, view_bytes)
 
     def working_bytes(
         self,

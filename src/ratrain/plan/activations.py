@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ratrain.model.activations import saved_bytes, working_bytes
+from ratrain.model.activations import head_buffers, saved_bytes, working_bytes
 from ratrain.model.spec import ModelSpec, Rung
 from ratrain.program.layout import HEAD
 
@@ -47,20 +47,25 @@ class ActivationModel:
         """Bytes at work beyond `saved` on `keep` and beyond the gradient given."""
         return _working(self, block)
 
+    def buffers(self, in_flight: int) -> int:
+        """Bytes that the last stage keeps for logits, besides `saved` and `working`; `in_flight` micro-batches."""
+        if self.operators != "torch":
+            return 0  # the logits are saved
+        return head_buffers(self.spec, self.tokens, self.view_bytes, in_flight, self.slice_tokens)
+
     @property
     def logits(self) -> int:
-        """Bytes of logits and their gradient, within the head's `saved` and `working`."""
+        """Bytes of logits and their gradient within the head's `saved` and `working`."""
         rows = min(self.slice_tokens or self.tokens, self.tokens)
-        wide = _FP32 if self.view_bytes < _FP32 and self.operators == "torch" else 0
-        return rows * self.spec.vocab * (self.view_bytes + wide)
+        if self.operators != "torch":
+            return rows * self.spec.vocab * self.view_bytes
+        return rows * self.spec.vocab * (_FP32 if self.view_bytes < _FP32 else 0)
 
 
 @lru_cache(maxsize=4096)
 def _saved(model: ActivationModel, block: str, rung: Rung) -> int:
     spec, tokens, width = model.spec, model.tokens, model.view_bytes
-    held = saved_bytes(
-        spec, block, rung, model.micro_batch, model.seq_len, width, slice_tokens=model.slice_tokens
-    )
+    held = saved_bytes(spec, block, rung, model.micro_batch, model.seq_len, width)
     if model.operators == "torch" or rung != "keep" or block == "embed":
         return held
     if block == HEAD:  # its input, the normalised rows, the targets, and the logits
@@ -84,10 +89,11 @@ def _working(model: ActivationModel, block: str) -> int:
             slice_tokens=model.slice_tokens,
         )
     same = model.view_bytes  # products are accumulated straight into the gradient
-    return working_bytes(
+    work = working_bytes(
         model.spec, block, model.micro_batch, model.seq_len, same, same, slice_tokens=model.slice_tokens
-    ) - (
-        min(model.slice_tokens or model.tokens, model.tokens) * model.spec.vocab * _FP32
-        if block == HEAD and same < _FP32
-        else 0
     )
+    if block != HEAD:
+        return work
+    rows = min(model.slice_tokens or model.tokens, model.tokens)
+    sliced = same if model.slice_tokens else 0
+    return work + rows * model.spec.vocab * (sliced - (_FP32 if same < _FP32 else 0))

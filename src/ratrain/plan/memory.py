@@ -112,9 +112,10 @@ def activation_model(spec: ModelSpec, plan: Plan) -> ActivationModel:
 def footprints(spec: ModelSpec, plan: Plan) -> tuple[Footprint, ...]:
     """Per stage, what `program.memory.peak` and the checker need."""
     states, activations = StateModel.of(spec, plan), activation_model(spec, plan)
+    last = plan.pipeline - 1
     return tuple(
         Footprint(
-            constant=states.stage(count, s == 0, s == plan.pipeline - 1).constant,
+            constant=states.stage(count, s == 0, s == last).constant + (s == last) * _logits(spec, plan),
             kept={(block, rung): activations.saved(block, rung) for block in blocks for rung in RUNGS},
             working={block: activations.working(block) for block in blocks},
             boundary=activations.message,
@@ -127,14 +128,24 @@ def breakdown(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
     """Per stage, the memory of one rank at its peak. `total` is `program.memory.peak` of the plan's steady
     program."""
     program = memory_program(plan)
-    states, logits = StateModel.of(spec, plan), activation_model(spec, plan).logits
+    states, logits, kept = StateModel.of(spec, plan), activation_model(spec, plan).logits, _logits(spec, plan)
     table = []
     for s, footprint in enumerate(footprints(spec, plan)):
         most = peak(program, s, footprint)
         of_logits = logits if most.action is not None and most.action.unit == HEAD else 0
-        constant = states.stage(plan.layers[s], s == 0, s == plan.pipeline - 1)
-        table.append(replace(constant, logits=of_logits, activations=most.activations - of_logits))
+        last = s == plan.pipeline - 1
+        constant = states.stage(plan.layers[s], s == 0, last)
+        table.append(
+            replace(constant, logits=last * kept + of_logits, activations=most.activations - of_logits)
+        )
     return tuple(table)
+
+
+def _logits(spec: ModelSpec, plan: Plan) -> int:
+    """Bytes that the last stage keeps for logits."""
+    grouped = plan.grouped if "grouped_ends" in plan.passes else 1
+    in_flight = plan.layout().in_flight(plan.pipeline - 1, grouped)
+    return activation_model(spec, plan).buffers(in_flight)
 
 
 def memory_program(plan: Plan) -> Program:

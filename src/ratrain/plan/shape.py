@@ -233,7 +233,8 @@ class Shape:
     def _constant(self, layers: int, first: bool, last: bool) -> int:
         key = (layers, first, last)
         if key not in self._constants:
-            self._constants[key] = self.states.stage(layers, first, last).constant
+            kept = self.activations.buffers(self._in_flight(self.pipeline - 1)) if last else 0
+            self._constants[key] = self.states.stage(layers, first, last).constant + kept
         return self._constants[key]
 
     def _total(self, index: int, rungs: tuple[str, ...]) -> int:
