@@ -42,6 +42,7 @@ DEFAULTS: dict[str, Any] = {
     "ahead": 1,
     "elide": True,
     "grouped": 1,
+    "tensor": 1,
     "passes": tuple(PASSES),
     "clip": 0.0,
     "loss_scale": None,
@@ -86,6 +87,7 @@ def layout_of(config: dict[str, Any]) -> Layout:
         ahead=config["ahead"],
         elide=config["elide"],
         grouped=config["grouped"],
+        tensor=config["tensor"],
         gated=config["clip"] > 0 or config["loss_scale"] is not None,
     )
 
@@ -215,7 +217,7 @@ def train(config: dict[str, Any], watcher: type[Watch] | None = None) -> dict[st
         delay=config["delay"],
         save_last=folder is not None,
     )
-    mesh = build_mesh(layout.pipeline, layout.replicas, dist.get_rank(), layout.tied_across)
+    mesh = build_mesh(layout.pipeline, layout.replicas, dist.get_rank(), layout.tied_across, layout.tensor)
     training, evaluation = samplers(config)
     watch = (watcher or Watch)(config)
     try:
@@ -226,7 +228,7 @@ def train(config: dict[str, Any], watcher: type[Watch] | None = None) -> dict[st
         trainer.run()
         return watch.told(trainer)
     finally:
-        for group in (mesh.sync, mesh.prefetch, mesh.tied, mesh.act, mesh.grad, mesh.world):
+        for group in (mesh.sync, mesh.prefetch, mesh.tied, mesh.act, mesh.grad, mesh.parts, mesh.world):
             if group is not None:
                 dist.destroy_process_group(group)
 
@@ -352,6 +354,7 @@ class Watch:
         return {
             "stage": trainer.mesh.stage,
             "replica": trainer.mesh.replica,
+            "part": trainer.mesh.part,
             "metrics": self.metrics,
             "evaluations": self.evaluations,
             "notes": self.notes,

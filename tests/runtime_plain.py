@@ -50,7 +50,7 @@ def export_logits(arguments: dict[str, Any]) -> dict[str, Any]:
         arguments["checkpoint"],
     )
     manifest = read_manifest(Path(checkpoint))
-    read = read_weights(Path(checkpoint), manifest.shapes)
+    read = read_weights(Path(checkpoint), manifest, spec)
     export(folder, spec, ((name, read(name)) for name in manifest.shapes), shard_bytes=4000)
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     ids = torch.arange(2 * 12).view(2, 12) % spec.vocab

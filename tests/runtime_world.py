@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import runtime_jobs
+from ratrain.model.tensor_slice import cut_dimension, tensor_slice
 from ratrain.program.layout import Layout
 from ratrain.program.passes import PASSES
 
@@ -112,14 +113,30 @@ class Result:
         }
 
     def _joined(self, kind: str) -> dict[str, Array]:
-        stretches: dict[str, dict[int, Array]] = {}
+        tensor = self.config["tensor"]
+        stretches: dict[str, list[dict[int, Array]]] = {}
         for rank in self.ranks:
             for name, offset, array in rank["pieces"][kind]:
-                mine = stretches.setdefault(name, {})
-                # Copies of one stretch (replicas of ZeRO-0, a tied matrix's two stages) never differ.
+                parts = stretches.setdefault(name, [{} for _ in range(tensor)])
+                # Copies of one stretch (replicas of ZeRO-0, a tied matrix's two stages, what tensor ranks do not
+                # cut) never differ.
+                mine = parts[rank["part"] if cut_dimension(name) is not None else 0]
                 assert offset not in mine or mine[offset].tobytes() == array.tobytes(), f"{name} differs"
                 mine[offset] = array
-        return {n: np.concatenate([s[at] for at in sorted(s)]) for n, s in sorted(stretches.items())}
+        flat = {
+            n: [np.concatenate([s[at] for at in sorted(s)]) for s in parts if s]
+            for n, parts in sorted(stretches.items())
+        }
+        return {n: parts[0] if len(parts) == 1 else self._whole(n, parts) for n, parts in flat.items()}
+
+    def _whole(self, name: str, parts: Sequence[Array]) -> Array:
+        """A parameter from its tensor ranks' parts, flat."""
+        spec, dimension = runtime_jobs.spec_of(dict(self.config)), cut_dimension(name)
+        assert dimension is not None
+        shape = tensor_slice(spec, len(parts)).all_parameters()[name].shape
+        joined = np.concatenate([part.reshape(shape) for part in parts], axis=dimension)
+        size = spec.all_parameters()[name].shape[dimension]
+        return np.take(joined, range(size), axis=dimension).reshape(-1)
 
 
 def train(**config: Any) -> Result:
@@ -128,8 +145,8 @@ def train(**config: Any) -> Result:
     Raises:
         Refused: some rank ended with a UserError.
     """
-    size = len(config.get("layers", runtime_jobs.DEFAULTS["layers"])) * config.get("data", 1)
     full = runtime_jobs.DEFAULTS | config
+    size = len(full["layers"]) * full["data"] * full["tensor"]
     return Result(full, tuple(world(size).do("runtime_jobs:train", full)))
 
 

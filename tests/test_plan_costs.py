@@ -11,11 +11,11 @@ from ratrain.machine.collectives import place, seconds_together
 from ratrain.machine.platform import load_platform
 from ratrain.machine.profile import BlockTime, Communication, Origin, Profile
 from ratrain.model.spec import RUNGS
+from ratrain.model.tensor_slice import tensor_slice
 from ratrain.plan.compute import Compute
 from ratrain.plan.costs import Costs
 from ratrain.plan.network import Network
 from ratrain.plan.plan import uniform_rungs
-from ratrain.plan.tensor import tensor_slice
 from ratrain.program.action import Action, Kind
 from test_plan_plan import make_plan, tiny_spec
 

@@ -154,6 +154,22 @@ def test_no_step_beats_its_bound(program: Program, seed: int, ports: bool) -> No
     assert simulate(program, cost, net).step >= lower_bound(program.layout, cost, net) * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("grouped", [1, 2, 6])
+def test_a_link_that_is_always_busy_attains_the_bound(grouped: int) -> None:
+    """Where sums and views take much longer than what runs beside them, only they and what cannot is left."""
+    layout = Layout.even(1, 4, replicas=2, microbatches=6, gated=False, grouped=grouped)
+    seconds = flat({0: 1.0}, {0: 2.0})
+
+    def cost(action: Action) -> Cost:
+        if action.kind in (Kind.GRAD_SYNC, Kind.PREFETCH_VIEW):
+            return Cost(0.0, (("link", 50.0),))
+        return seconds(action)
+
+    net = Network({"link": 1.0})
+    step, bound = simulate(build(layout, "steady", ALL), cost, net).step, lower_bound(layout, cost, net)
+    assert bound * (1 - 1e-9) <= step < 1.02 * bound
+
+
 def test_one_message_and_two_that_share_a_port() -> None:
     """A transfer alone takes latency + bytes / capacity; two at once on one port take twice the bytes."""
     layout = Layout(place((1, 1)), microbatches=1)

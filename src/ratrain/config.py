@@ -104,7 +104,9 @@ class ParallelConfig:
 
     pipeline: int | str = _doc("pipeline stages", AUTO, least=1)
     data: int | str = _doc("replicas", AUTO, least=1)
-    tensor: int | str = _doc("tensor-parallel ranks per stage; only 1 runs so far", AUTO, least=1)
+    tensor: int | str = _doc(
+        "tensor ranks that compute each block of a stage together; auto plans 1 for a run", AUTO, least=1
+    )
     zero: int | str = _doc("ZeRO level 0 to 3", AUTO, least=0, most=3)
     layers: tuple[int, ...] | str = _doc(
         "decoder layers per stage, e.g. [5, 3]; 0 is legal where embedding or head sits", AUTO

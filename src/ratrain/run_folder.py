@@ -143,8 +143,8 @@ def prepare_run(
     spec = load_spec(Path(config.model.config))
     plan = resolve_plan(config, spec, plan_file, devices, recipe, to_run=True)
     _check_machine(config)
-    if plan.tensor != 1:
-        raise UserError(f"parallel.tensor = {plan.tensor}: only 1 runs so far; plan with parallel.tensor = 1")
+    if plan.tensor > 1:
+        _check_tensor(config, plan, spec)
     check_programs(plan, spec)
     _check_weights(config, spec)
     tokenizer = None if config.data.tokenizer == "train" else config.data.tokenizer
@@ -168,7 +168,7 @@ def prepare_run(
         "corpus checksum": store.header.checksum,
     }
     folder = Path(config.run.out)
-    chosen = find_checkpoint(folder, resume, spec, identity)
+    chosen = find_checkpoint(folder, resume, spec, identity, plan.tensor)
     run = Run(
         folder,
         config,
@@ -186,7 +186,9 @@ def prepare_run(
     return run
 
 
-def find_checkpoint(folder: Path, resume: str, spec: ModelSpec, identity: dict[str, Any]) -> Path | None:
+def find_checkpoint(
+    folder: Path, resume: str, spec: ModelSpec, identity: dict[str, Any], tensor: int = 1
+) -> Path | None:
     """The checkpoint that `resume` (auto, never, or a path) means; UserError if it does not fit this run."""
     if resume == "never":
         return None
@@ -200,7 +202,7 @@ def find_checkpoint(folder: Path, resume: str, spec: ModelSpec, identity: dict[s
     else:
         path = Path(resume)
     shapes = {name: list(p.shape) for name, p in spec.all_parameters().items()}
-    check_fits(read_manifest(path), path, shapes, identity)
+    check_fits(read_manifest(path), path, shapes, identity, tensor)
     return path
 
 
@@ -269,6 +271,17 @@ def _check_machine(config: Config) -> None:
 
         if not torch.cuda.is_available():
             raise UserError("run.device = cuda: torch finds no CUDA device here; set run.device to cpu")
+
+
+def _check_tensor(config: Config, plan: Plan, spec: ModelSpec) -> None:
+    """UserError if the runtime cannot run this with tensor ranks."""
+    from ratrain.model.tensor_slice import cannot_run
+
+    reason = cannot_run(spec)
+    if config.run.backend == "mt3000":
+        reason = "the emulated chip's head has the whole vocabulary"
+    if reason is not None:
+        raise UserError(f"parallel.tensor = {plan.tensor} does not run: {reason}; set it to 1")
 
 
 def _check_weights(config: Config, spec: ModelSpec) -> None:

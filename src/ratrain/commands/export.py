@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from ratrain.runtime.build import DTYPES
     from ratrain.runtime.checkpoint import read_weights
 
-    read = read_weights(folder, manifest.shapes)
+    read = read_weights(folder, manifest, spec)
     dtype = DTYPES[args.dtype]
     tokenizer = home / TOKENIZER
     extra = sorted(p for p in tokenizer.iterdir() if p.is_file()) if tokenizer.is_dir() else []

@@ -241,7 +241,10 @@ def _recorder(assigned: Run, mesh: Mesh) -> Recorder:
     from ratrain.report.terminal import Progress
 
     plan, config = assigned.plan, assigned.config
-    places = [Place(rank, *divmod(rank, mesh.replicas)) for rank in range(mesh.size)]
+    places = [
+        Place(rank, *divmod(rank // mesh.tensor, mesh.replicas), part=rank % mesh.tensor)
+        for rank in range(mesh.size)
+    ]
     forecast = plan.forecast.memory if plan.forecast else ()
     header: Mapping[str, Any] = {
         "world_size": mesh.size,

@@ -22,6 +22,8 @@ from ratrain.model.head import LogitsPool, head_loss, plain_head_loss, plain_log
 from ratrain.model.linear import Linear
 from ratrain.model.positions import PositionTable
 from ratrain.model.spec import ModelSpec, layer_index
+from ratrain.model.tensor_parallel import TensorRanks, VocabularyPart, join_layer
+from ratrain.model.tensor_slice import tensor_slice
 
 
 class Block(nn.Module, ABC):
@@ -53,10 +55,11 @@ class Block(nn.Module, ABC):
 
 
 class EmbedBlock(Block):
-    """Token embedding."""
+    """Token embedding. `part`: of the vocabulary; None has all."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, part: VocabularyPart | None = None) -> None:
         super().__init__(spec, "embed")
+        self.part = part
         with torch.device("meta"):
             self.weight = nn.Parameter(torch.empty(spec.vocab, spec.hidden))
 
@@ -64,6 +67,8 @@ class EmbedBlock(Block):
         return {"model.embed_tokens.weight": (self, "weight")}
 
     def forward(self, ids: Tensor) -> Tensor:
+        if self.part is not None:
+            return self.part.lookup(ids, self.weight, self.spec.pad_token)
         return lookup(ids, self.weight, self.spec.pad_token)
 
 
@@ -71,11 +76,15 @@ class LayerBlock(Block):
     """One decoder layer. `region` says which part of it is being computed: `attention` (with what leads to
     it), `mlp`, or `output` (its last multiplication, whose value no gradient needs)."""
 
-    def __init__(self, spec: ModelSpec, name: str, positions: PositionTable) -> None:
+    def __init__(
+        self, spec: ModelSpec, name: str, positions: PositionTable, ranks: TensorRanks | None = None
+    ) -> None:
         super().__init__(spec, name)
         self.index = layer_index(name)
         self.layer = decoder_layer(spec, self.index)
         _own_linears(self.layer)
+        if ranks is not None:
+            join_layer(self.layer, ranks)
         self.positions = positions
         self.region = "attention"
         mlp = self.layer.mlp
@@ -106,10 +115,17 @@ class LayerBlock(Block):
 
 
 class HeadBlock(Block):
-    """Final norm, LM head and loss."""
+    """Final norm, LM head and loss. `part`: of the vocabulary; None has all."""
 
-    def __init__(self, spec: ModelSpec, own_backward: bool, slice_tokens: int | None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        own_backward: bool,
+        slice_tokens: int | None,
+        part: VocabularyPart | None = None,
+    ) -> None:
         super().__init__(spec, "head")
+        self.part = part
         self.own_backward = own_backward
         self.slice_tokens = slice_tokens
         self.pool = LogitsPool()
@@ -127,6 +143,10 @@ class HeadBlock(Block):
     def forward(self, x: Tensor, targets: Tensor, denominator: int) -> Tensor:
         """Sum of token losses over `targets` (int64 `[batch, seq]`, -100 ignored) divided by `denominator`
         (target tokens of the global batch): fp32, or fp64 in an fp64 model."""
+        if self.part is not None:
+            return self.part.head_loss(
+                self.norm(x), self.weight, targets, denominator, self.slice_tokens, self.pool
+            )
         arguments = (self.norm(x), self.weight, targets, denominator, self.spec.head_normalised)
         if self.own_backward:
             return head_loss(*arguments, self.slice_tokens, self.pool)
@@ -140,21 +160,26 @@ def build_block(
     dtype: torch.dtype = torch.float32,
     own_head: bool = True,
     slice_tokens: int | None = None,
+    ranks: TensorRanks | None = None,
 ) -> Block:
     """The block `name` on the meta device, causal, in training mode.
 
     Args:
+        spec: the whole model's.
         positions: the stage's table, see `build_positions`.
         dtype: of the meta parameters; `bind` decides the real one.
         own_head: False leaves the head's backward to autograd (for comparison).
         slice_tokens: see `head.head_loss`.
+        ranks: who computes the block together, this rank its part; None: it alone.
     """
+    part = None if ranks is None else VocabularyPart.of(ranks, spec.vocab)
+    own = spec if ranks is None else tensor_slice(spec, ranks.size)
     if name == "embed":
-        block: Block = EmbedBlock(spec)
+        block: Block = EmbedBlock(own, part)
     elif name == "head":
-        block = HeadBlock(spec, own_head, slice_tokens)
+        block = HeadBlock(own, own_head, slice_tokens, part)
     else:
-        block = LayerBlock(spec, name, positions)
+        block = LayerBlock(own, name, positions, ranks)
     return block.to(dtype)
 
 

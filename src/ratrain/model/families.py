@@ -61,11 +61,18 @@ def position_table(spec: ModelSpec, seq_len: int, dtype: torch.dtype, device: to
 
 
 def hf_config(spec: ModelSpec) -> Any:
-    """The transformers configuration: config.json with what it left out as the spec resolved it."""
+    """The transformers configuration: config.json with what it left out as the spec resolved it, and sizes as the
+    spec has them, which may be those of a tensor rank."""
     package, prefix = _MODULES[spec.family]
     config_class = getattr(_import(package, "configuration"), f"{prefix}Config")
     settings = {key: value for key, value in spec.raw.items() if key not in _NOT_SETTINGS}
-    config = config_class(**settings | {"num_key_value_heads": spec.kv_heads, "head_dim": spec.head_dim})
+    sizes = {
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate,
+    }
+    config = config_class(**settings | sizes)
     config._attn_implementation = "sdpa"
     return config
 

@@ -87,7 +87,7 @@ def plain_head_loss(
 ) -> Tensor:
     """`head_loss` in plain autograd, to compare with."""
     logits = plain_logits(hidden, weight, normalised)
-    logits = logits.to(_loss_dtype(logits)).view(-1, weight.shape[0])
+    logits = logits.to(loss_dtype(logits)).view(-1, weight.shape[0])
     total = nn.functional.cross_entropy(logits, targets.reshape(-1), ignore_index=IGNORED, reduction="sum")
     return total / denominator
 
@@ -112,9 +112,9 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         inverse_norms = _inverse_norms(weight) if normalised else None
-        total = torch.zeros((), dtype=_loss_dtype(hidden), device=hidden.device)
+        total = torch.zeros((), dtype=loss_dtype(hidden), device=hidden.device)
         logits = None
-        for part in _slices(len(labels), slice_tokens):
+        for part in token_slices(len(labels), slice_tokens):
             logits = _logits(rows[part], weight, inverse_norms, pool)
             # The gradient of normalised rows needs the logits themselves later.
             total += _loss_sum(logits, labels[part], overwrite=not normalised)
@@ -136,7 +136,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1] and not has_main_grad(weight):
             grad_weight = torch.zeros_like(weight)
-        for part in _slices(len(labels), ctx.slice_tokens):
+        for part in token_slices(len(labels), ctx.slice_tokens):
             logits = ctx.logits
             if logits is None:
                 logits = _logits(rows[part], weight, ctx.inverse_norms, ctx.pool)
@@ -171,18 +171,20 @@ def _add_weight_gradient(
         grad_weight.sub_(along_rows.unsqueeze(1).to(weight.dtype) * weight)
 
 
-def _loss_dtype(tensor: Tensor) -> torch.dtype:
+def loss_dtype(tensor: Tensor) -> torch.dtype:
+    """The precision of the loss: fp32, or fp64 for fp64 tensors."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _slices(tokens: int, size: int | None) -> list[slice]:
+def token_slices(tokens: int, size: int | None) -> list[slice]:
+    """`tokens` in slices of `size`; None: one."""
     if size is None:
         return [slice(0, tokens)]
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def _inverse_norms(weight: Tensor) -> Tensor:
-    norms = torch.linalg.vector_norm(weight, dim=1, dtype=_loss_dtype(weight))
+    norms = torch.linalg.vector_norm(weight, dim=1, dtype=loss_dtype(weight))
     return norms.clamp_min(_SMALLEST_NORM).reciprocal()
 
 
@@ -195,7 +197,7 @@ def _logits(rows: Tensor, weight: Tensor, inverse_norms: Tensor | None, pool: Lo
 def _loss_sum(logits: Tensor, labels: Tensor, overwrite: bool) -> Tensor:
     """Sum of the token losses. With `overwrite`, logits (`[tokens, vocab]`) in the precision of the loss
     become their log-softmax, which serves the backward as well."""
-    wide = logits.to(_loss_dtype(logits))
+    wide = logits.to(loss_dtype(logits))
     in_place = overwrite or wide is not logits
     logarithms = torch.log_softmax(wide, -1, out=wide) if in_place else torch.log_softmax(wide, -1)
     counted = labels != IGNORED
@@ -206,7 +208,7 @@ def _loss_sum(logits: Tensor, labels: Tensor, overwrite: bool) -> Tensor:
 def _to_gradient(logits: Tensor, labels: Tensor, scale: Tensor, overwrite: bool) -> Tensor:
     """Gradient of `scale * sum of token losses` in the dtype of the logits (`[tokens, vocab]`) or of their
     log-softmax, whose softmax is the same; written over them with `overwrite`."""
-    wide = logits.to(_loss_dtype(logits))
+    wide = logits.to(loss_dtype(logits))
     in_place = overwrite or wide is not logits
     gradient = torch.softmax(wide, -1, out=wide) if in_place else torch.softmax(wide, -1)
     counted = labels != IGNORED

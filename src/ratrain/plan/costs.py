@@ -8,11 +8,11 @@ from functools import cached_property
 from ratrain.machine.platform import Platform
 from ratrain.machine.profile import Profile
 from ratrain.model.spec import ModelSpec
+from ratrain.model.tensor_slice import ALL_REDUCES, tensor_slice
 from ratrain.plan.compute import BlockSeconds, Compute
 from ratrain.plan.memory import StateModel, activation_model, memory_program
 from ratrain.plan.network import Flow, Network
 from ratrain.plan.plan import Plan
-from ratrain.plan.tensor import ALL_REDUCES, tensor_slice
 from ratrain.program.action import Action, Kind
 from ratrain.program.layout import EMBED, HEAD
 from ratrain.program.program import Program

@@ -14,11 +14,11 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from ratrain.model.spec import RUNGS, ModelSpec
+from ratrain.model.tensor_slice import tensor_slice
 from ratrain.plan.activations import ActivationModel
 from ratrain.plan.forecast import StageMemory
 from ratrain.plan.plan import Plan
 from ratrain.plan.precision import Precision
-from ratrain.plan.tensor import tensor_slice
 from ratrain.program.deps import POSTED, WINDOW
 from ratrain.program.layout import EMBED, HEAD, TIED
 from ratrain.program.memory import Footprint, peak

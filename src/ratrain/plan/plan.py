@@ -149,6 +149,7 @@ class Plan:
             elide=self.elide,
             gated=self.gated,
             grouped=self.grouped,
+            tensor=self.tensor,
         )
 
     def program(self, form: str = "steady", micro_batches: int | None = None) -> Program:

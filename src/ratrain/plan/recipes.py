@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ratrain.errors import UserError
+from ratrain.model.tensor_slice import divides
 from ratrain.plan.compute import Compute
 from ratrain.plan.fit import fits
 from ratrain.plan.placement import even_layers
@@ -16,7 +17,6 @@ from ratrain.plan.plan import Plan
 from ratrain.plan.request import Request
 from ratrain.plan.search import Candidate, replicas, search
 from ratrain.plan.simulated import with_time
-from ratrain.plan.tensor import divides
 from ratrain.program.passes import PASSES
 
 Policy = Mapping[str, str]

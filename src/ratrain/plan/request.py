@@ -9,11 +9,11 @@ from typing import Any
 from ratrain.config import AUTO, Config
 from ratrain.errors import UserError
 from ratrain.model.spec import ModelSpec
+from ratrain.model.tensor_slice import tensor_slice
 from ratrain.plan.activations import ActivationModel
 from ratrain.plan.plan import Plan, check_batches, fingerprint
 from ratrain.plan.precision import Precision, resolve_precision
 from ratrain.plan.target import Target, load_target
-from ratrain.plan.tensor import tensor_slice
 from ratrain.program.layout import EMBED, HEAD, RUNGS, place
 from ratrain.program.passes import PASSES
 

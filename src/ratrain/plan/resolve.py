@@ -25,8 +25,6 @@ def resolve(config: Config, spec: ModelSpec, *, devices: int | None = None) -> P
     layout has, a budget that cannot hold it.
     """
     request = read_request(config, spec, devices)
-    if request.tensor not in (None, 1):
-        raise UserError(f"parallel.tensor = {request.tensor}: only 1 runs so far; set it to 1 or auto")
     if not request.open:
         return with_grouping(explicit(request), request, compute_of(request))
     compute = compute_of(request)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ratrain.model.tensor_slice import divides
 from ratrain.plan.compute import Compute
 from ratrain.plan.estimate import Estimate, estimate, lower_bound
 from ratrain.plan.fit import fits, with_memory
@@ -18,7 +19,6 @@ from ratrain.plan.plan import Plan
 from ratrain.plan.request import Request
 from ratrain.plan.shape import Shape, Stage
 from ratrain.plan.simulated import with_time
-from ratrain.plan.tensor import divides
 
 SIMULATED = 10
 """Candidates that are simulated: the table of the best ten."""
@@ -97,8 +97,7 @@ def search(
 ) -> Result:
     """The best layouts of a request.
 
-    to_run     only layouts that can be run on exactly these devices: none idle, and no tensor parallelism,
-               which can be planned but does not run yet
+    to_run     only layouts that can be run on exactly these devices: none idle, and tensor ranks only if asked for
     simulated  how many candidates are simulated
     """
     bounds = [(lower_bound(shape), i, shape) for i, shape in enumerate(shapes(request, compute, to_run))]

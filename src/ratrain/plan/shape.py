@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ratrain.machine.collectives import Kind
 from ratrain.model.spec import RUNGS
+from ratrain.model.tensor_slice import tensor_slice
 from ratrain.plan.activations import ActivationModel
 from ratrain.plan.compute import BlockSeconds, Compute
 from ratrain.plan.costs import with_tensor
@@ -19,7 +20,6 @@ from ratrain.plan.memory import StateModel, activation_peak, grouped_bound
 from ratrain.plan.network import Network
 from ratrain.plan.request import Request
 from ratrain.plan.target import LAYER
-from ratrain.plan.tensor import tensor_slice
 from ratrain.program.layout import EMBED, HEAD
 
 

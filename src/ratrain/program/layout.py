@@ -32,6 +32,7 @@ class Layout:
     ahead         micro-batches besides the one in backward that may hold recovered blocks
     elide         a micro-batch whose backward directly follows its forward drops nothing
     gated         the update waits for the global gradient norm (clipping or a loss scale)
+    tensor        tensor ranks that compute every block together, see `passes.forward_side_recovery`
     grouped       micro-batches whose forwards open a step, and whose backwards end it, block by block; as many as
                   there are where it is more. Some layouts refuse more than 1, see `ungroupable`
     """
@@ -46,6 +47,7 @@ class Layout:
     elide: bool = True
     gated: bool = True
     grouped: int = 1
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         if not self.rungs:

@@ -69,6 +69,8 @@ def update_prefetch(program: Program) -> Program:
 def forward_side_recovery(program: Program) -> Program:
     """RECOVER floats into time the stage would otherwise wait, up to `layout.ahead` micro-batches ahead.
 
+    With several tensor ranks it stays where it is: it has their collectives in it, and as each rank waits at other
+    moments, two of them could begin collectives in another order and wait for ever.
     Where a micro-batch's backward directly follows its forward nothing is dropped and RECOVER is elided.
     """
     layout = program.layout
@@ -91,7 +93,7 @@ def forward_side_recovery(program: Program) -> Program:
         lanes[stage] = {**lane, "compute": compute}
     return program.map_lanes(
         lanes,
-        floating=program.floating | {Kind.RECOVER},
+        floating=program.floating | ({Kind.RECOVER} if layout.tensor == 1 else set()),
         ahead=layout.ahead,
         elided=frozenset(elided),
     )

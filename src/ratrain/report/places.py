@@ -9,16 +9,18 @@ from ratrain.program.timeline import Timeline
 
 
 class Place(NamedTuple):
-    """One rank's coordinates in the mesh."""
+    """One rank's coordinates in the mesh; `part` is its place among the tensor ranks."""
 
     rank: int
     stage: int
     replica: int
+    part: int = 0
 
     @property
     def title(self) -> str:
         """E.g. ``rank 2 (stage 1, replica 0)``."""
-        return f"rank {self.rank} (stage {self.stage}, replica {self.replica})"
+        part = f", part {self.part}" if self.part else ""
+        return f"rank {self.rank} (stage {self.stage}, replica {self.replica}{part})"
 
     def to_json(self) -> dict[str, int]:
         """A plain form."""
@@ -27,7 +29,7 @@ class Place(NamedTuple):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Place:
         """Inverse of `to_json`; raises KeyError where a coordinate is missing."""
-        return cls(int(data["rank"]), int(data["stage"]), int(data["replica"]))
+        return cls(int(data["rank"]), int(data["stage"]), int(data["replica"]), int(data.get("part", 0)))
 
 
 def places_of(timeline: Timeline, known: Sequence[Place] = ()) -> tuple[Place, ...]:

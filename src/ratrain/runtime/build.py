@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ratrain.model.blocks import bind, build_block, build_positions, initial_value
 from ratrain.model.spec import ModelSpec, ParameterShape
+from ratrain.model.tensor_slice import cut, cut_dimension, tensor_slice
 from ratrain.program.layout import HEAD, TIED, Layout
 from ratrain.program.schedule import keeps_view
 from ratrain.runtime.backends import TorchBackend
@@ -63,7 +64,14 @@ def build_stage(
     backend  who computes; None: torch
     """
     backend = backend or TorchBackend()
-    read = value or (lambda p: initial_value(spec, p.name, p.shape, settings.seed))
+    whole = value or (lambda p: initial_value(spec, p.name, p.shape, settings.seed))
+    parts = RankOrderReducer(mesh.parts) if mesh.tensor > 1 else None
+    own = tensor_slice(spec, mesh.tensor)
+    shapes = spec.all_parameters()
+
+    def read(p: ParameterShape) -> Tensor:
+        return cut(whole(shapes[p.name]), p.name, mesh.tensor, mesh.part, p.shape)
+
     view_reducer = RankOrderReducer(mesh.prefetch)
     grad_reducer = RankOrderReducer(
         mesh.sync, None if settings.formats.wire == settings.formats.grad else settings.formats.wire
@@ -72,7 +80,7 @@ def build_stage(
     for unit in layout.units[mesh.stage]:
         units[unit.name] = StateUnit(
             unit.name,
-            unit_parameters(spec, layout, unit.name),
+            unit_parameters(own, layout, unit.name),
             layout.zero if layout.replicas > 1 else 0,
             grad_reducer,
             view_reducer,
@@ -81,12 +89,15 @@ def build_stage(
             device,
             keeps_view(layout, unit.name),
             counts_in_norm=not (unit.name == TIED and layout.tied_across and mesh.stage > 0),
+            counted_elsewhere=[name for name in shapes if cut_dimension(name) is None] if mesh.part else (),
         )
         units[unit.name].load_parameters(read)
     positions = build_positions(spec, settings.seq_len, settings.formats.view, device)
     blocks = {}
     for name in layout.stages[mesh.stage]:
-        block = build_block(spec, name, positions, settings.formats.view, slice_tokens=settings.slice_tokens)
+        block = build_block(
+            spec, name, positions, settings.formats.view, slice_tokens=settings.slice_tokens, ranks=parts
+        )
         tensors: dict[str, Tensor] = {}
         for unit_name in layout.reads(name):
             held = units[unit_name]

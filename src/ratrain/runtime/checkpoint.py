@@ -1,8 +1,9 @@
 """Checkpoints that any layout can read, through torch.distributed.checkpoint.
 
 Per parameter name and kind (weight, m, v) there is one logical 1-D tensor of its true, unpadded length; each
-rank writes the stretches that its shard holds. A manifest says what the checkpoint is of. A checkpoint is
-written aside and renamed when complete: a folder with the final name is whole.
+rank writes the stretches that its shard holds. Of a parameter that tensor ranks cut, each part is such a tensor of
+its own ("weight/NAME@0of2"), read by as many tensor ranks again, or joined by `read_weights`. A manifest says what
+the checkpoint is of. A checkpoint is written aside and renamed when complete: a folder with the final name is whole.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import errno
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ratrain.errors import UserError
+from ratrain.model.spec import ModelSpec
+from ratrain.model.tensor_slice import cut_dimension, joined, tensor_slice
 from ratrain.program.layout import TIED
 from ratrain.runtime.manifest import PARTIAL, Manifest, publish, write_manifest
 from ratrain.runtime.mesh import Mesh
@@ -84,9 +87,12 @@ def save(folder: Path, manifest: Manifest, units: Iterable[StateUnit], mesh: Mes
         partial.mkdir(parents=True)
     dist.barrier(mesh.world)
     writers = [u for u in units if _writes(u, mesh)]
+    names = {
+        p.name for u in writers for p in u.parameters if mesh.part == 0 or cut_dimension(p.name) is not None
+    }
     try:
         dcp.save(
-            _state(writers),
+            _state(writers, mesh, names),
             storage_writer=dcp.FileSystemWriter(partial),
             process_group=mesh.world,
         )
@@ -111,7 +117,10 @@ def load(folder: Path, manifest: Manifest, units: Iterable[StateUnit], mesh: Mes
     """Reads a checkpoint of any layout into the units and gathers their views. Called by all ranks."""
     units = list(units)
     try:
-        dcp.load(_state(units), storage_reader=dcp.FileSystemReader(folder), process_group=mesh.world)
+        names = {p.name for u in units for p in u.parameters}
+        dcp.load(
+            _state(units, mesh, names), storage_reader=dcp.FileSystemReader(folder), process_group=mesh.world
+        )
     except (OSError, RuntimeError, ValueError, dcp.api.CheckpointException) as error:
         reason = str(error).strip().splitlines()
         raise UserError(
@@ -125,19 +134,23 @@ def load(folder: Path, manifest: Manifest, units: Iterable[StateUnit], mesh: Mes
             unit.gather_view()
 
 
-def read_weights(folder: Path, shapes: dict[str, list[int]]) -> Callable[[str], Tensor]:
+def read_weights(folder: Path, manifest: Manifest, spec: ModelSpec) -> Callable[[str], Tensor]:
     """A reader of whole weights by parameter name, in the dtype they were saved in; one process, one at a time."""
     reader = dcp.FileSystemReader(folder)
     stored = reader.read_metadata().state_dict_metadata
+    parts = tensor_slice(spec, manifest.tensor).all_parameters()
 
     def read(name: str) -> Tensor:
-        key = f"weight/{name}"
-        size = math.prod(shapes[name])
+        keys = _keys(name, manifest.tensor)
+        return joined([part(f"weight/{key}", parts[name].shape) for key in keys], name, manifest.shapes[name])
+
+    def part(key: str, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape)
         flat = torch.empty(size, dtype=stored[key].properties.dtype)  # type: ignore[union-attr]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load({key: FlatShard.of(flat, size, 0)}, storage_reader=reader, no_dist=True)
-        return flat.view(shapes[name])
+        return flat.view(shape)
 
     return read
 
@@ -149,13 +162,26 @@ def _writes(unit: StateUnit, mesh: Mesh) -> bool:
     return not (whole or second)
 
 
-def _state(units: Iterable[StateUnit]) -> dict[str, Any]:
+def _keys(name: str, tensor: int) -> list[str]:
+    """What a parameter's tensors are called: one, or one a tensor rank where these cut it."""
+    if tensor == 1 or cut_dimension(name) is None:
+        return [name]
+    return [f"{name}@{part}of{tensor}" for part in range(tensor)]
+
+
+def _state(units: Iterable[StateUnit], mesh: Mesh, names: Collection[str]) -> dict[str, Any]:
+    """What this rank holds of the parameters in `names`."""
     state: dict[str, Any] = {}
     for unit in units:
         sizes = {p.name: p.size for p in unit.parameters}
         kinds = zip(("weight", "m", "v"), (unit.master, unit.optimizer.first, unit.optimizer.second))
         for kind, tensor in kinds:
             for piece in unit.pieces():
+                if piece.name not in names:
+                    continue
+                keys = _keys(piece.name, mesh.tensor)
                 stretch = tensor[piece.start : piece.start + piece.length]
-                state[f"{kind}/{piece.name}"] = FlatShard.of(stretch, sizes[piece.name], piece.offset)
+                state[f"{kind}/{keys[mesh.part % len(keys)]}"] = FlatShard.of(
+                    stretch, sizes[piece.name], piece.offset
+                )
     return state

@@ -75,6 +75,10 @@ class RankOrderReducer:
         self.reduce_scatter(buffer)
         self.all_gather(buffer)
 
+    def gather(self, vector: Tensor) -> Tensor:
+        """Every member's 1-D vector of the same length, as rows in rank order."""
+        return vector.unsqueeze(0) if self.group is None else gather_vectors(vector, self.group)
+
     def add_pair(self, piece: Tensor) -> None:
         """Sum of first and second member of a pair, in place. Two addends commute: no order to keep."""
         if self.group is None:

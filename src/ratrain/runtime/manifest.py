@@ -28,6 +28,7 @@ class Manifest:
     shapes       parameter name to shape
     run          settings that must agree to go on: seq_len, global_batch, seed, data
     layout       the layout that wrote it, for people
+    tensor       tensor ranks, each of which wrote its own part of what they cut
     files        name to size in bytes of every other file
     """
 
@@ -38,6 +39,7 @@ class Manifest:
     shapes: dict[str, list[int]]
     run: dict[str, Any]
     layout: str
+    tensor: int = 1
     files: dict[str, int] = field(default_factory=dict)
     version: int = VERSION
 
@@ -72,8 +74,20 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_fits(manifest: Manifest, folder: Path, shapes: dict[str, list[int]], run: dict[str, Any]) -> None:
-    """Raises UserError, before anything is loaded, if the checkpoint is of another model or run."""
+def check_fits(
+    manifest: Manifest,
+    folder: Path,
+    shapes: dict[str, list[int]],
+    run: dict[str, Any],
+    tensor: int | None = None,
+) -> None:
+    """Raises UserError, before anything is loaded, if the checkpoint is of another model or run, or was written by
+    another number of tensor ranks than `tensor` (None: any)."""
+    if tensor not in (None, manifest.tensor):
+        raise UserError(
+            f"{folder}: written by {manifest.tensor} tensor ranks, this run has {tensor}; set parallel.tensor back, "
+            "or export the model and start from it (model.config)"
+        )
     for name in sorted(shapes.keys() ^ manifest.shapes.keys()):
         where = "the model" if name in shapes else "the checkpoint"
         raise UserError(f"{folder}: {name} is only in {where}; resume with the model that wrote it")

@@ -254,7 +254,7 @@ class Stage:
 
     def grad_norm(self, action: Action, step: StageStep) -> None:
         """One gather of a small vector per rank; every rank then sums the rows in rank order."""
-        loss = math.fsum(float(part) for part in step.losses.values())
+        loss = math.fsum(float(part) for part in step.losses.values()) if self.mesh.part == 0 else 0.0
         square = 0.0
         if step.train:
             counted = [u for u in self.units.values() if u.counts_in_norm]

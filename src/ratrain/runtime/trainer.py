@@ -265,6 +265,7 @@ class Trainer:
             shapes={n: list(p.shape) for n, p in self.job.spec.all_parameters().items()},
             run=self.job.identity,
             layout=_describe(self.job.layout),
+            tensor=self.mesh.tensor,
         )
         path = checkpoint.save(
             self.job.checkpoints, manifest, self.stage.units.values(), self.mesh, self.job.keep_checkpoints
@@ -347,7 +348,8 @@ class Trainer:
 
 
 def _describe(layout: Layout) -> str:
+    tensor = f" T={layout.tensor}" if layout.tensor > 1 else ""
     return (
-        f"P={layout.pipeline} D={layout.replicas} ZeRO-{layout.zero}, "
+        f"P={layout.pipeline} D={layout.replicas}{tensor} ZeRO-{layout.zero}, "
         f"layers {'/'.join(map(str, layout.layer_counts))}"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,15 +70,18 @@ class StateUnit:
         device: torch.device,
         keeps_view: bool,
         counts_in_norm: bool = True,
+        counted_elsewhere: Collection[str] = (),
     ) -> None:
         """
         zero            level; 0 with one replica
         sync, views     gradients and views over the replicas (size 1 with one)
         keeps_view      False: the view exists only between a gather and its release (ZeRO-3)
         counts_in_norm  False on the stage that holds the second copy of a tied matrix
+        counted_elsewhere  parameters that another tensor rank has as well, and counts in the norm
         """
         self.name, self.zero, self.formats, self.sync, self.views = name, zero, formats, sync, views
         self.keeps_view, self.counts_in_norm = keeps_view, counts_in_norm
+        self.counted_elsewhere = frozenset(counted_elsewhere)
         self.parameters = tuple(sorted(parameters, key=lambda p: not p.decay))
         self.decayed = sum(p.size for p in self.parameters if p.decay)
         self.count = sum(p.size for p in self.parameters)
@@ -183,7 +186,11 @@ class StateUnit:
     def squared_norm(self) -> float:
         """Sum of squares of the shard's gradient in fp64. Over all ranks each element is counted once, or
         `replicas` times under ZeRO-0: the caller knows."""
-        return squared_norm(self.shard_gradient())
+        gradient = self.shard_gradient()
+        if not self.counted_elsewhere:
+            return squared_norm(gradient)
+        own = (piece for piece in self.pieces() if piece.name not in self.counted_elsewhere)
+        return math.fsum(squared_norm(gradient[piece.start : piece.start + piece.length]) for piece in own)
 
     def update(self, lr: float, scale: float) -> None:
         """One AdamW step on the shard; the gradient is multiplied by `scale` first (clipping, loss scale).

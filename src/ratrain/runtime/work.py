@@ -64,10 +64,11 @@ def work(assignment: Assignment, rendezvous: Rendezvous, recorder: Callable[[Mes
     recorder  makes the recorder, on rank 0
     """
     config, layout = assignment.config, assignment.layout
-    if rendezvous.world_size != layout.pipeline * layout.replicas:
+    if rendezvous.world_size != layout.pipeline * layout.replicas * layout.tensor:
+        tensor = f" x {layout.tensor} tensor ranks" if layout.tensor > 1 else ""
         raise UserError(
-            f"the plan is for {layout.pipeline} stages x {layout.replicas} replicas, but {rendezvous.world_size}"
-            " processes were started; start as many as the plan has"
+            f"the plan is for {layout.pipeline} stages x {layout.replicas} replicas{tensor}, but "
+            f"{rendezvous.world_size} processes were started; start as many as the plan has"
         )
     torch.set_num_threads(_threads(config, rendezvous))
     device = (
@@ -75,8 +76,9 @@ def work(assignment: Assignment, rendezvous: Rendezvous, recorder: Callable[[Mes
         if rendezvous.device == "cuda"
         else torch.device("cpu")
     )
-    mesh = build_mesh(layout.pipeline, layout.replicas, rendezvous.rank, layout.tied_across)
-    set_title(rendezvous.rank, rendezvous.world_size, f"stage {mesh.stage}, replica {mesh.replica}")
+    mesh = build_mesh(layout.pipeline, layout.replicas, rendezvous.rank, layout.tied_across, layout.tensor)
+    part = f", part {mesh.part}" if mesh.tensor > 1 else ""
+    set_title(rendezvous.rank, rendezvous.world_size, f"stage {mesh.stage}, replica {mesh.replica}{part}")
     _require_shared(assignment.checkpoints, mesh)
     if mesh.rank == 0:
         sweep(assignment.checkpoints)
