@@ -1,12 +1,14 @@
 """How right the forecast is where this machine is too small: 8 and 16 emulated devices against the simulator.
 
-    python benchmarks/emulated.py [--devices 8 16] [--steps 3] [--link 200mbit] [--json FILE]
+    python benchmarks/emulated.py [--devices 8 16] [--steps 3] [--json FILE]
 
-Every device is a process on a host of its own, behind a link shaped by a token bucket (needs root). Programs,
-messages and state units are a real run's; only computing is replaced by waiting, for durations that are given
-(`DEVICE`). The links are measured first, in the same window and between the same processes, and nothing else is:
-the forecast sees no step. One team of processes runs all rows of a size. Beside the forecast stands the trivial
-model: computing with the 1F1B bubble, its one rate fitted to all rows.
+Every device is a process on a host of its own, behind a link shaped by a token bucket (needs root), 200 Mbit/s for 8.
+16 devices are half as fast behind half the link: their hosts' own work, all on this machine's cores, is no part of
+what is forecast, and so weighs as much beside theirs. Programs, messages and state units are a real run's; only
+computing is replaced by waiting, for durations that are given (`device_of`). The links are measured first, in the
+same window and between the same processes, and nothing else is: the forecast sees no step. One team of processes
+runs all rows of a size. Beside the forecast stands the trivial model: computing with the 1F1B bubble, its one rate
+fitted to all rows.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ratrain.config import (
+    AUTO,
     Config,
     DataConfig,
     MachineConfig,
@@ -58,8 +61,20 @@ SEQ = 256
 SEQUENCES = 2
 """Of a global batch, for each device."""
 
-DEVICE = EmulatedDevice(embed=(0.002, 0.002), layer=(0.016, 0.032), head=(0.012, 0.024), optimizer_rate=40e6)
+_DEVICE = EmulatedDevice(embed=(0.002, 0.002), layer=(0.016, 0.032), head=(0.012, 0.024), optimizer_rate=40e6)
 """Seconds of one sequence, forward and backward: long against what Python takes for an action."""
+_LINK, _AT = 200, 8
+"""Mbit/s of a link, and how many such devices this is for."""
+
+
+def device_of(devices: int) -> EmulatedDevice:
+    """One of so many devices."""
+    return _DEVICE.slower(devices / _AT)
+
+
+def link_of(devices: int) -> str:
+    """The link of one of so many devices, as `tc` writes it."""
+    return f"{_LINK * _AT // devices}mbit"
 
 
 @dataclass(frozen=True)
@@ -103,12 +118,15 @@ CASES = (
     *(Case(16, 4, recipe=name, memory=TIGHT) for name in RECIPES),
     Case(16, 4, recipe="full-save"),
     Case(16, 1, recipe="zero3-heavy"),
+    Case(16, 1, recipe="tp-heavy"),
 )
 
 
 def configuration(case: Case, folder: Path) -> Config:
     """The run configuration of a row."""
-    layout: dict[str, Any] = {"pipeline": case.pipeline, "data": case.devices // (case.pipeline or 1)}
+    layout: dict[str, Any] = {"pipeline": case.pipeline, "tensor": AUTO}
+    if case.recipe != "tp-heavy":
+        layout |= {"tensor": 1, "data": case.devices // (case.pipeline or 1)}
     recovery = RecoveryConfig()
     if not case.recipe:
         assert case.pipeline is not None
@@ -118,7 +136,7 @@ def configuration(case: Case, folder: Path) -> Config:
         model=ModelConfig(config=str(folder / "model.json")),
         data=DataConfig(corpus=str(folder / "store"), seq_len=SEQ),
         train=TrainConfig(steps=10**6, global_batch=SEQUENCES * case.devices, micro_batch=1),
-        parallel=ParallelConfig(tensor=1, **layout),
+        parallel=ParallelConfig(**layout),
         recovery=recovery,
         machine=MachineConfig(
             platform=str(folder / "profile.json"), devices=case.devices, memory=case.memory
@@ -152,18 +170,18 @@ def work(folder: Path, cases: Sequence[Case], steps: int) -> int:
 
         spec = ModelSpec.from_dict(MODEL)
         torch.set_num_threads(1)
-        measure_device(folder, sorted({c.devices // (c.pipeline or 1) for c in cases} - {1} | {2}))
+        measure_device(folder, sorted({c.devices // (c.pipeline or 1) for c in cases} - {1} | {2, 4}))
         plans: list[Any] = [None]
         if rendezvous.rank == 0:
             plans = [[plan_of(case, folder).to_json() for case in cases]]
         dist.broadcast_object_list(plans)
         # One mesh a shape: process groups hold threads, and slow down what comes last.
-        shapes = sorted({(p.pipeline, p.data) for p in map(Plan.from_json, plans[0])})
-        meshes = {shape: build_mesh(*shape, rendezvous.rank, tied=False) for shape in shapes}
+        shapes = sorted({(p.pipeline, p.data, p.tensor) for p in map(Plan.from_json, plans[0])})
+        meshes = {(p, d, t): build_mesh(p, d, rendezvous.rank, tied=False, tensor=t) for p, d, t in shapes}
         seen: dict[str, list[float]] = {}
         for case, written in zip(cases, plans[0]):
             plan = Plan.from_json(written)
-            config, mesh = configuration(case, folder), meshes[plan.pipeline, plan.data]
+            config, mesh = configuration(case, folder), meshes[plan.pipeline, plan.data, plan.tensor]
             durations = action_seconds(plan, spec, config)
             seen[case.name], timeline = window(config, spec, plan, mesh, folder, steps, durations)
             gc.collect()
@@ -199,7 +217,7 @@ def measure_device(folder: Path, groups: Sequence[int]) -> None:
             slowdown_under_communication=1.0,
             drag_under_compute=1.0,
         )
-        DEVICE.profile(host, MODEL, SEQ).save(folder / "profile.json")
+        device_of(dist.get_world_size()).profile(host, MODEL, SEQ).save(folder / "profile.json")
     dist.barrier()
 
 
@@ -209,7 +227,6 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, nargs="*", default=[8, 16])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--link", default="200mbit")
     parser.add_argument("--only", help="rows whose name has this in it")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", type=Path, help="folder to work in, kept")
@@ -228,7 +245,7 @@ def main() -> None:
             prepare(folder)
             rest = ["--only", args.only] if args.only else []
             command = ["--worker", str(folder), "--devices", str(devices), "--steps", str(args.steps), *rest]
-            start(devices, args.link, [sys.executable, str(Path(__file__).resolve()), *command])
+            start(devices, [sys.executable, str(Path(__file__).resolve()), *command])
             rows += judge(rows_of(devices), folder)
     report(rows)
     if args.json:
@@ -242,7 +259,7 @@ def prepare(folder: Path) -> None:
     write_random_store(folder, ModelSpec.from_dict(MODEL).vocab)
 
 
-def start(devices: int, link: str, command: list[str]) -> None:
+def start(devices: int, command: list[str]) -> None:
     """A rank of `command` on each of as many hosts as there are devices."""
     from cluster import STEADY, Cluster
 
@@ -253,7 +270,7 @@ def start(devices: int, link: str, command: list[str]) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
     }
-    with Cluster(hosts=devices, rate=link, **STEADY) as cluster:
+    with Cluster(hosts=devices, rate=link_of(devices), **STEADY) as cluster:
         ranks = [cluster.start(h, command, env={**shared, "RANK": str(h)}) for h in range(devices)]
         if any([rank.wait() for rank in ranks]):
             raise SystemExit("a run failed")
@@ -269,18 +286,18 @@ def judge(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
     for case in cases:
         plan = Plan.from_json(measured["plans"][case.name])
         step = forecast_step(plan, spec, configuration(case, folder)).simulation
-        layers = max(plan.layers)
+        busy = max(plan.layers) * sum(device_of(case.devices).layer) / plan.tensor
         rows.append(
             {
                 "row": case.name,
                 "recipe": case.recipe,
                 "devices": case.devices,
-                "layout": f"P{plan.pipeline} D{plan.data} Z{plan.zero}",
+                "layout": f"P{plan.pipeline} D{plan.data}{f' T{plan.tensor}' * (plan.tensor > 1)} Z{plan.zero}",
                 "layers": list(plan.layers),
                 "measured": statistics.median(measured["seconds"][case.name]),
                 "all": measured["seconds"][case.name],
                 "forecast": step.step,
-                "trivial": layers * sum(DEVICE.layer) * (plan.micro_batches + plan.pipeline - 1),
+                "trivial": busy * (plan.micro_batches + plan.pipeline - 1),
                 "peak_bytes": max(step.peak),
             }
         )

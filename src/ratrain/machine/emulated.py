@@ -26,6 +26,20 @@ class EmulatedDevice:
         ("inputs", 1.0),
     )
 
+    def slower(self, times: float) -> EmulatedDevice:
+        """A device that takes so many times as long."""
+
+        def longer(passes: tuple[float, float]) -> tuple[float, float]:
+            return passes[0] * times, passes[1] * times
+
+        return dataclasses.replace(
+            self,
+            embed=longer(self.embed),
+            layer=longer(self.layer),
+            head=longer(self.head),
+            optimizer_rate=self.optimizer_rate / times,
+        )
+
     def profile(self, measured: Profile, model: Mapping[str, Any], seq_len: int) -> Profile:
         """A profile with this device's times and what `measured` says of the links and of the host, which sums up
         gradient norms for real. Waiting takes no longer beside transfers."""

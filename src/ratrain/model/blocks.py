@@ -39,6 +39,8 @@ class Block(nn.Module, ABC):
         self.spec = spec
         self.name = name
         self.is_rebuilding = False
+        self.ranks: TensorRanks | None = None
+        """Who computes the block together, this rank its part; None: it alone."""
 
     @abstractmethod
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
@@ -180,6 +182,7 @@ def build_block(
         block = HeadBlock(own, own_head, slice_tokens, part)
     else:
         block = LayerBlock(own, name, positions, ranks)
+    block.ranks = ranks
     return block.to(dtype)
 
 

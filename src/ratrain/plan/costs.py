@@ -30,10 +30,12 @@ class Costs:
 
     Link loads are in seconds at full speed, so every port has capacity 1. A rank's ports are its own link and
     its share of the node's uplink, each way: (level, stage, direction).
+
+    joined  whether a block's time has the tensor ranks' all-reduces in it
     """
 
-    def __init__(self, spec: ModelSpec, plan: Plan, compute: Compute) -> None:
-        self.plan, self.compute = plan, compute
+    def __init__(self, spec: ModelSpec, plan: Plan, compute: Compute, joined: bool = True) -> None:
+        self.plan, self.compute, self.joined = plan, compute, joined
         self.spec = tensor_slice(spec, plan.tensor)
         self.layout = plan.layout()
         self.states, self.message = StateModel.of(spec, plan), activation_model(spec, plan).message
@@ -62,7 +64,9 @@ class Costs:
     def block(self, name: str) -> BlockSeconds:
         """Seconds of a block, its tensor-parallel all-reduces included."""
         plain = self.compute.block(self.spec, name, self.plan.micro_batch, self.plan.seq_len)
-        return with_tensor(plain, name, self.links.over_tensor(self.message).seconds)
+        return (
+            with_tensor(plain, name, self.links.over_tensor(self.message).seconds) if self.joined else plain
+        )
 
     def forward(self, a: Action) -> Cost:
         """FORWARD of a block."""

@@ -29,8 +29,9 @@ class StepForecast:
 
 
 def action_seconds(plan: Plan, spec: ModelSpec, config: Config) -> dict[str, float]:
-    """Seconds of every computing action by "KIND unit", as an emulated device waits for them."""
-    costs = Costs(spec, plan, compute_of(read_request(config, spec, plan.devices)))
+    """Seconds of every computing action by "KIND unit", as an emulated device waits for them: what tensor ranks send
+    each other is not in them, since it is sent."""
+    costs = Costs(spec, plan, compute_of(read_request(config, spec, plan.devices)), joined=False)
     layout = plan.layout()
     table = {}
     for stage, blocks in enumerate(layout.stages):

@@ -20,6 +20,7 @@ from torch import Tensor
 from ratrain.errors import UserError
 from ratrain.model.blocks import Block, EmbedBlock, HeadBlock, LayerBlock
 from ratrain.model.main_grad import accumulate, has_main_grad, zero_if_fresh
+from ratrain.model.tensor_parallel import join
 from ratrain.runtime.units import StateUnit
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Mt3000Backend(TorchBackend):
 
 class EmulatedBackend(TorchBackend):
     """Waits instead of computing. What a block hands on has the right shape and no meaning; gradients are zero.
+    What tensor ranks send each other is sent.
 
     A wait ends when the device would be through, counted from when the action began: what the host does meanwhile
     is part of it, as it is part of a measured block's time.
@@ -122,6 +124,10 @@ class EmulatedBackend(TorchBackend):
         kind = "RECOVER" if block.is_rebuilding else "FORWARD"
         result: Tensor = _Wait.apply(x, next(block.parameters()), self, block)
         self.wait(f"{kind} {block.name}")
+        if isinstance(block, EmbedBlock):
+            _meet(block, result, 1)
+        elif isinstance(block, LayerBlock):
+            _meet(block, result, 1 if block.is_rebuilding else 2)
         return result
 
     def wait(self, action: str) -> None:
@@ -151,7 +157,16 @@ class _Wait(torch.autograd.Function):
         like = ctx.like
         upstream = None if like is None else torch.zeros_like(like)
         ctx.backend.wait(f"BACKWARD {ctx.block.name}")
+        if upstream is not None:
+            _meet(ctx.block, upstream, 1 if ctx.block.name == "head" else 2)
         return upstream, None, None, None
+
+
+def _meet(block: Block, like: Tensor, times: int) -> None:
+    """The sums over a block's tensor ranks, of tensors like this, see `model.tensor_parallel`."""
+    if block.ranks is not None:
+        for _ in range(times):
+            join(like.detach(), block.ranks)
 
 
 def _wake_sharply() -> None:
