@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from race.arena import race
-from race.bounds import bound_of, table
+from race.bounds import measure, table
 from race.overhead import overheads
 from race.profiles import with_profile
 from race.ratrain_plan import plan_of, settled
@@ -55,22 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.memory:
         _memory(rows, args.out)
         return 0
+    wanted = {row.name for row in rows if row.set in args.set or row.name in args.row}
     if args.bounds:
-        results = [(row, load(args.out, row)) for row in (_settled(row, args.out) for row in rows)]
-        found = [bound_of(row, result, args.out) for row, result in results if result is not None]
-        print(table([bound for bound in found if bound is not None]))
+        settled_rows = [_settled(row, args.out) for row in rows if not wanted or row.name in wanted]
+        raced = [(row, result) for row in settled_rows if (result := load(args.out, row)) is not None]
+        with tempfile.TemporaryDirectory(dir=args.out) as folder:
+            print(table(measure(raced, Path(folder), lambda text: print(text, file=sys.stderr))))
         return 0
     if args.trace:
         _trace(next(row for row in rows if row.name == args.trace), args.out)
         return 0
-    wanted = [row for row in rows if row.set in args.set or row.name in args.row]
-    if args.table and not wanted:
-        wanted = rows
-    if not wanted:
+    if not wanted and not args.table:
         parser.error(f"nothing to run: give --set ({', '.join(sets)}) or --row")
     missed = False
     sections = []
-    for row in wanted:
+    for row in (row for row in rows if not wanted or row.name in wanted):
         row = _settled(dataclasses.replace(row, steps=args.steps or row.steps), args.out)
         result = None if args.fresh else load(args.out, row)
         if not args.table and (result is None or result.repeat < args.repeat):

@@ -7,17 +7,18 @@ simulation does not know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from race.profiles import profile_of
+from race.arena import race
+from race.profiles import profile_of, profile_path
 from race.ratrain_plan import config_of, plan_of
 from race.results import Result
-from race.rows import RATRAIN, Row
+from race.rows import RATRAIN, Case, Row
 from race.tables import line
-from race.verdict import counts
+from race.verdict import counts, ratio
 from ratrain.plan.forecasting import forecast_step
 
 _HEADER = (
@@ -35,20 +36,20 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds of a row's step: the bound, simulated, measured, the best peer's (None: none counts), and per cause
-    what a rank waits in simulation."""
+    """Seconds of a row's step: the bound, simulated, measured alone; RATrain over the best peer in the row's race
+    (None: no peer counts); and seconds by cause that a rank waits in simulation."""
 
     row: str
     bound: float
     simulated: float
     measured: float
-    best_peer: float | None
+    ratio: float | None
     causes: Mapping[str, float]
 
     def cells(self) -> list[str]:
         """The row of the table."""
         named = sorted(self.causes.items(), key=lambda entry: -entry[1])[:_NAMED]
-        peer = "" if self.best_peer is None else f"{self.bound / self.best_peer:.2f}"
+        peer = "" if self.ratio is None else f"{self.bound / self.measured * self.ratio:.2f}"
         return [
             self.row,
             f"{self.bound:.3f}",
@@ -60,24 +61,34 @@ class Bound:
         ]
 
 
-def bound_of(row: Row, result: Result, folder: Path) -> Bound | None:
-    """The row's first RATrain that ran, and the fastest peer that trained the same within the limit; measures the
-    profile if `folder` has none yet."""
-    mine = [case for case in row.cases if case.tool == RATRAIN and counts(row, result, case)]
-    peers = [case for case in row.cases if case.tool != RATRAIN and counts(row, result, case)]
-    if not mine:
-        return None
-    case = mine[0]
+def measure(raced: Sequence[tuple[Row, Result]], folder: Path, tell: Callable[[str], None]) -> list[Bound]:
+    """Of each row its first RATrain that counts, run alone once more right after a profile of its links and ranks.
+    Rows that share a profile follow each other: a machine drifts, and bound and step should drift together.
+    `folder` must be new, or the profiles in it are taken for this hour's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = [(row, result, case) for row, result in raced if (case := _first(row, result)) is not None]
+    mine.sort(key=lambda entry: profile_path(entry[0], entry[2], folder))
+    return [_bound(row, result, case, folder, tell) for row, result, case in mine]
+
+
+def _first(row: Row, result: Result) -> Case | None:
+    return next((case for case in row.cases if case.tool == RATRAIN and counts(row, result, case)), None)
+
+
+def _bound(row: Row, result: Result, case: Case, folder: Path, tell: Callable[[str], None]) -> Bound:
     spec, plan = case.model.spec(), plan_of(case)
     priced = replace(case, options={**case.options, "platform": str(profile_of(row, case, folder))})
     forecast = forecast_step(plan, spec, config_of(priced))
-    seconds = {c.name: median(result.records[c.name].windows) for c in (case, *peers)}
+    tell(row.name)
+    alone = race(replace(row, cases=(case,), bars=()), 1, folder, tell)[case.name]
+    peers = [c for c in row.cases if c.tool != RATRAIN and counts(row, result, c)]
+    ratios = [ratio(result.records[case.name], result.records[peer.name])[0] for peer in peers]
     return Bound(
         row.name,
         forecast.bound,
         forecast.simulation.step,
-        seconds.pop(case.name),
-        min(seconds.values(), default=None),
+        median(alone.windows),
+        max(ratios, default=None),
         forecast.simulation.causes,
     )
 

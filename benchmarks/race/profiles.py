@@ -32,12 +32,17 @@ def profile_of(row: Row, case: Case, folder: Path) -> Path:
 
     Raises Failed if `ratrain profile` fails.
     """
-    model = case.model
-    shared = "" if case.ranks == 2 else f"-{case.pipeline}x{case.data}"
-    path = folder / f"profile-{row.link}-{model.vocab}x{model.seq_len}{shared}.json"
+    path = profile_path(row, case, folder)
     if not path.exists():
         _measure(row, case, path)
     return path
+
+
+def profile_path(row: Row, case: Case, folder: Path) -> Path:
+    """Where the profile of a link, a model, and ranks on cores is kept."""
+    model = case.model
+    shared = "" if case.ranks == 2 else f"-{case.pipeline}x{case.data}"
+    return folder / f"profile-{row.link}-{model.vocab}x{model.seq_len}{shared}.json"
 
 
 def _measure(row: Row, case: Case, path: Path) -> None:
