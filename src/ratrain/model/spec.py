@@ -187,10 +187,6 @@ class ModelSpec:
 
         return working_bytes(self, block, micro_batch, seq_len, view_bytes, grad_bytes, slice_tokens)
 
-    def logits_bytes(self, micro_batch: int, seq_len: int) -> int:
-        """Bytes of one set of logits in the precision of the loss (fp32)."""
-        return micro_batch * seq_len * self.vocab * 4
-
 
 def load_spec(path: Path) -> ModelSpec:
     """The spec of a config.json, or of a model folder that holds one.
