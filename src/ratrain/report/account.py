@@ -129,6 +129,8 @@ def layout_words(plan: Mapping[str, Any], ranks: int) -> str:
         return f"{ranks} ranks" if ranks else ""
     stages, replicas = len(plan["layers"]), plan["data"]
     parts = [f"{_count(stages, 'stage')} × {_count(replicas, 'replica')}"]
+    if plan.get("tensor", 1) > 1:
+        parts = [f"{parts[0]} × {_count(plan['tensor'], 'tensor rank')}"]
     runs = [(n, len(list(same))) for n, same in itertools.groupby(plan["layers"])]
     parts.append("layers " + " + ".join(f"{times}×{n}" if times > 1 else str(n) for n, times in runs))
     if "zero" in plan:

@@ -29,7 +29,8 @@ none; waited_shape -1 for no wait; step relative to the one shown."""
 def gantt(steps: dict[str, Step], places: dict[str, Sequence[Place]]) -> dict[str, Any]:
     """Data for the chart: one set of lanes per source ("measured", "forecast"), on one time axis.
 
-    Each set starts at its own step's start. Ranks stand in order of replica, then stage.
+    Each set starts at its own step's start. Ranks stand in order of replica, then stage; of tensor ranks, which run
+    the same actions together, the first is shown.
     """
     tick = max((s.end - s.start for s in steps.values()), default=1.0) / TICKS or 1e-9
     shapes: dict[str, int] = {}
@@ -47,8 +48,9 @@ def gantt(steps: dict[str, Step], places: dict[str, Sequence[Place]]) -> dict[st
 def _lanes(
     name: str, step: Step, places: Sequence[Place], tick: float, shapes: dict[str, int]
 ) -> dict[str, Any]:
-    shown = sorted((p for p in places if p.rank in step.accounts), key=lambda p: (p.replica, p.stage))
-    note = ""
+    together = [p for p in places if p.rank in step.accounts]
+    shown = sorted((p for p in together if p.part == 0), key=lambda p: (p.replica, p.stage))
+    note = "the first of tensor ranks" if len(shown) < len(together) else ""
     if sum(len(step.rows[p.rank]) for p in shown) > ROWS and any(p.replica for p in shown):
         note = f"replica 0 of {len({p.replica for p in shown})}"
         shown = [p for p in shown if p.replica == 0]

@@ -230,7 +230,8 @@ def _left_out(known: Sequence[Place], shown: Sequence[Place]) -> str:
 
 
 def _label(place: Place) -> str:
-    return f"rank {place.rank} (s{place.stage} r{place.replica})"
+    part = f" p{place.part}" if place.part else ""
+    return f"rank {place.rank} (s{place.stage} r{place.replica}{part})"
 
 
 def _key(name: str, colour: str) -> str:
