@@ -54,13 +54,15 @@ class Case:
     policy: str = "keep"
     layers: tuple[int, ...] = ()
     passes: str = "all"
+    grouped: int = 1
 
     @property
     def name(self) -> str:
         place = "/".join(map(str, self.layers)) or "even"
+        grouped = f", grouped {self.grouped}" if self.grouped > 1 else ""
         return (
             f"{self.model} P{self.pipeline} D{self.data} Z{self.zero} b{self.micro_batch} {self.policy} {place} "
-            f"{self.passes}"
+            f"{self.passes}{grouped}"
         )
 
 
@@ -76,6 +78,7 @@ CASES = [
     Case("wide", 2, 1, policy="inputs", passes="none"),
     Case("middle", 2, 1, layers=(3, 5)),
     Case("middle", 1, 2, zero=1, passes="none"),
+    *(Case(m, 1, 2, zero=1, grouped=8) for m in ("wide", "middle")),
 ]
 
 
@@ -112,6 +115,7 @@ def configuration(case: Case, folder: Path, platform: str) -> Config:
             tensor=1,
             zero=case.zero,
             layers=case.layers or (8 // case.pipeline,) * case.pipeline,
+            grouped=case.grouped,
         ),
         recovery=RecoveryConfig(policy=case.policy, ahead=1),
         machine=MachineConfig(platform=platform, devices=2, memory="8 GB"),

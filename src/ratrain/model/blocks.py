@@ -22,7 +22,7 @@ from ratrain.model.head import LogitsPool, head_loss, plain_head_loss, plain_log
 from ratrain.model.linear import Linear
 from ratrain.model.positions import PositionTable
 from ratrain.model.spec import ModelSpec, layer_index
-from ratrain.model.tensor_parallel import TensorRanks, VocabularyPart, join_layer
+from ratrain.model.tensor_parallel import TensorRanks, VocabularyPart, join_layer, spread
 from ratrain.model.tensor_slice import tensor_slice
 
 
@@ -145,13 +145,10 @@ class HeadBlock(Block):
     def forward(self, x: Tensor, targets: Tensor, denominator: int) -> Tensor:
         """Sum of token losses over `targets` (int64 `[batch, seq]`, -100 ignored) divided by `denominator`
         (target tokens of the global batch): fp32, or fp64 in an fp64 model."""
-        if self.part is not None:
-            return self.part.head_loss(
-                self.norm(x), self.weight, targets, denominator, self.slice_tokens, self.pool
-            )
-        arguments = (self.norm(x), self.weight, targets, denominator, self.spec.head_normalised)
+        hidden = self.norm(x) if self.ranks is None else spread(self.norm(x), self.ranks)
+        arguments = (hidden, self.weight, targets, denominator, self.spec.head_normalised)
         if self.own_backward:
-            return head_loss(*arguments, self.slice_tokens, self.pool)
+            return head_loss(*arguments, self.slice_tokens, self.pool, self.part)
         return plain_head_loss(*arguments)
 
 

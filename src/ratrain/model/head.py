@@ -14,16 +14,22 @@ in the heap that smaller tensors then occupy: 12 of 17 MB each after 40 micro-ba
 
 Baichuan2 normalises the rows of its head. Scaling a column of the logits by one over its row's norm does the
 same, without a second matrix of the head's size.
+
+Where tensor ranks share the vocabulary (`tensor_parallel.VocabularyPart`) the logits are a rank's own, and the
+softmax's normaliser, which every rank then knows, is kept for the backward in place of the log-softmax.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ratrain.model.main_grad import accumulate_product, has_main_grad, subtract_scaled_rows
+
+if TYPE_CHECKING:
+    from ratrain.model.tensor_parallel import VocabularyPart
 
 IGNORED = -100
 """Target of a token that does not count."""
@@ -60,6 +66,7 @@ def head_loss(
     normalised: bool = False,
     slice_tokens: int | None = None,
     pool: LogitsPool | None = None,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """Sum of the token losses divided by `denominator`.
 
@@ -71,13 +78,22 @@ def head_loss(
         normalised: whether each row of `weight` counts as if of length 1.
         slice_tokens: tokens whose logits exist at a time; None holds all of them until the backward.
         pool: of this head; None makes every buffer anew.
+        part: which rows `weight` is of all; None: all. Not with `normalised`.
 
     Returns:
         A scalar, fp32, or fp64 if `hidden` is fp64.
     """
     keep_logits = torch.is_grad_enabled() and slice_tokens is None
     result: Tensor = _HeadLoss.apply(
-        hidden, weight, targets, denominator, normalised, slice_tokens, keep_logits, pool or LogitsPool()
+        hidden,
+        weight,
+        targets,
+        denominator,
+        normalised,
+        slice_tokens,
+        keep_logits,
+        pool or LogitsPool(),
+        part,
     )
     return result
 
@@ -109,20 +125,27 @@ class _HeadLoss(torch.autograd.Function):
         slice_tokens: int | None,
         keep_logits: bool,
         pool: LogitsPool,
+        part: VocabularyPart | None,
     ) -> Tensor:
         rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         inverse_norms = _inverse_norms(weight) if normalised else None
         total = torch.zeros((), dtype=loss_dtype(hidden), device=hidden.device)
+        normaliser = None if part is None else total.new_empty(len(labels))
         logits = None
-        for part in token_slices(len(labels), slice_tokens):
-            logits = _logits(rows[part], weight, inverse_norms, pool)
-            # The gradient of normalised rows needs the logits themselves later.
-            total += _loss_sum(logits, labels[part], overwrite=not normalised)
+        for tokens in token_slices(len(labels), slice_tokens):
+            logits = _logits(rows[tokens], weight, inverse_norms, pool)
+            if part is None:
+                # The gradient of normalised rows needs the logits themselves later.
+                total += _loss_sum(logits, labels[tokens], overwrite=not normalised)
+            else:
+                assert normaliser is not None
+                loss, normaliser[tokens] = part.loss_sum(logits, labels[tokens], total.dtype)
+                total += loss
             if not keep_logits:
                 pool.give(logits)
                 logits = None
         # The backward writes over this buffer, so it is no business of save_for_backward.
-        ctx.logits, ctx.inverse_norms = logits, inverse_norms
+        ctx.logits, ctx.inverse_norms, ctx.part, ctx.normaliser = logits, inverse_norms, part, normaliser
         ctx.save_for_backward(hidden, targets)
         ctx.weight, ctx.denominator, ctx.slice_tokens, ctx.pool = weight, denominator, slice_tokens, pool
         return total / denominator
@@ -136,25 +159,27 @@ class _HeadLoss(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1] and not has_main_grad(weight):
             grad_weight = torch.zeros_like(weight)
-        for part in token_slices(len(labels), ctx.slice_tokens):
+        for tokens in token_slices(len(labels), ctx.slice_tokens):
             logits = ctx.logits
             if logits is None:
-                logits = _logits(rows[part], weight, ctx.inverse_norms, ctx.pool)
+                logits = _logits(rows[tokens], weight, ctx.inverse_norms, ctx.pool)
             ctx.logits = along_rows = None
-            if ctx.inverse_norms is None:
-                _to_gradient(logits, labels[part], scale, overwrite=True)
+            if ctx.part is not None:
+                ctx.part.to_gradient(logits, labels[tokens], scale, ctx.normaliser[tokens])
+            elif ctx.inverse_norms is None:
+                _to_gradient(logits, labels[tokens], scale, overwrite=True)
             else:
-                gradient = _to_gradient(logits, labels[part], scale, overwrite=False)
+                gradient = _to_gradient(logits, labels[tokens], scale, overwrite=False)
                 # A row's gradient loses its component along the row: sum of gradient x logit, over length.
                 along_rows = logits.mul_(gradient).sum(0, dtype=scale.dtype) * ctx.inverse_norms**2
                 torch.mul(gradient, ctx.inverse_norms.to(gradient.dtype), out=logits)
                 del gradient
             # The buffer holds the gradient of the product of rows and weight now.
-            torch.mm(logits, weight, out=grad_rows[part])
+            torch.mm(logits, weight, out=grad_rows[tokens])
             if ctx.needs_input_grad[1]:
-                _add_weight_gradient(weight, grad_weight, logits, rows[part], along_rows)
+                _add_weight_gradient(weight, grad_weight, logits, rows[tokens], along_rows)
             ctx.pool.give(logits)
-        return grad_rows.view(hidden.shape), grad_weight, None, None, None, None, None, None
+        return grad_rows.view(hidden.shape), grad_weight, *[None] * 7
 
 
 def _add_weight_gradient(

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ratrain.model.embedding import lookup
-from ratrain.model.head import IGNORED, LogitsPool, loss_dtype, token_slices
+from ratrain.model.head import IGNORED
 from ratrain.model.linear import Linear
-from ratrain.model.main_grad import accumulate_product, has_main_grad
 
 
 class TensorRanks(Protocol):
@@ -119,94 +118,25 @@ class VocabularyPart:
         found = lookup(rows, weight, own)
         return join(found.masked_fill(~here.unsqueeze(-1), 0), self.ranks)
 
-    def head_loss(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        denominator: int,
-        slice_tokens: int | None,
-        pool: LogitsPool,
-    ) -> Tensor:
-        """`head.head_loss` over all ranks' rows; `weight` is `[size, hidden]`."""
-        keep_logits = torch.is_grad_enabled() and slice_tokens is None
-        shared = spread(hidden, self.ranks)
-        result: Tensor = _HeadLoss.apply(
-            shared, weight, targets, denominator, self, slice_tokens, keep_logits, pool
-        )
-        return result
+    def loss_sum(self, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of this rank's logits (`[tokens, size]`; those of rows that do not exist are overwritten) and the labels of
+        all, in `dtype`: the sum of the token losses, and each token's normaliser, the same on every rank."""
+        logits[:, self.real :] = -torch.inf
+        wide = logits.to(dtype)
+        here, index = self.find(labels)
+        own = wide.gather(1, index.unsqueeze(1)).squeeze(1).where(here, 0)
+        table = self.ranks.gather(torch.cat([torch.logsumexp(wide, -1), own]))
+        sums, chosen = table.view(self.ranks.size, 2, -1).unbind(1)
+        normaliser = torch.logsumexp(sums, 0)
+        return (normaliser - chosen.sum(0)).where(labels != IGNORED, 0).sum(), normaliser
 
-    def logits(self, rows: Tensor, weight: Tensor, pool: LogitsPool) -> Tensor:
-        """`[tokens, size]`; rows that do not exist get no probability."""
-        made = pool.take(rows, weight)
-        torch.mm(rows, weight.t(), out=made)
-        made[:, self.real :] = -torch.inf
-        return made
-
-
-class _HeadLoss(torch.autograd.Function):
-    """As `head._HeadLoss`, but the softmax's normaliser is every rank's, and kept instead of the log-softmax."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        denominator: int,
-        vocabulary: VocabularyPart,
-        slice_tokens: int | None,
-        keep_logits: bool,
-        pool: LogitsPool,
-    ) -> Tensor:
-        rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-        total = torch.zeros((), dtype=loss_dtype(hidden), device=hidden.device)
-        normaliser = torch.empty(len(labels), dtype=total.dtype, device=hidden.device)
-        logits = None
-        for part in token_slices(len(labels), slice_tokens):
-            logits = vocabulary.logits(rows[part], weight, pool)
-            wide = logits.to(total.dtype)
-            here, index = vocabulary.find(labels[part])
-            own = wide.gather(1, index.unsqueeze(1)).squeeze(1).where(here, 0)
-            table = vocabulary.ranks.gather(torch.cat([torch.logsumexp(wide, -1), own]))
-            sums, chosen = table.view(vocabulary.ranks.size, 2, -1).unbind(1)
-            normaliser[part] = torch.logsumexp(sums, 0)
-            counted = labels[part] != IGNORED
-            total += (normaliser[part] - chosen.sum(0)).where(counted, 0).sum()
-            if not keep_logits:
-                pool.give(logits)
-                logits = None
-        ctx.logits, ctx.normaliser = logits, normaliser
-        ctx.save_for_backward(hidden, targets)
-        ctx.weight, ctx.denominator, ctx.slice_tokens, ctx.pool = weight, denominator, slice_tokens, pool
-        ctx.vocabulary = vocabulary
-        return total / denominator
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden, targets), weight = ctx.saved_tensors, ctx.weight
-        rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-        scale = grads[0] / ctx.denominator
-        grad_rows = torch.empty_like(rows)
-        grad_weight = None
-        if ctx.needs_input_grad[1] and not has_main_grad(weight):
-            grad_weight = torch.zeros_like(weight)
-        for part in token_slices(len(labels), ctx.slice_tokens):
-            logits = ctx.logits
-            if logits is None:
-                logits = ctx.vocabulary.logits(rows[part], weight, ctx.pool)
-            ctx.logits = None
-            gradient = logits.to(ctx.normaliser.dtype)
-            gradient.sub_(ctx.normaliser[part].unsqueeze(1)).exp_()
-            here, index = ctx.vocabulary.find(labels[part])
-            gradient[torch.arange(len(index), device=index.device), index] -= here.to(gradient.dtype)
-            gradient.mul_(((labels[part] != IGNORED) * scale).unsqueeze(1))
-            if gradient is not logits:
-                logits.copy_(gradient)
-            torch.mm(logits, weight, out=grad_rows[part])
-            if grad_weight is not None:
-                grad_weight.addmm_(logits.t(), rows[part])
-            elif ctx.needs_input_grad[1]:
-                accumulate_product(weight, logits.t(), rows[part])
-            ctx.pool.give(logits)
-        return grad_rows.view(hidden.shape), grad_weight, *[None] * 6
+    def to_gradient(self, logits: Tensor, labels: Tensor, scale: Tensor, normaliser: Tensor) -> None:
+        """Turns the logits into the gradient of `scale` times `loss_sum`, in place."""
+        logits[:, self.real :] = -torch.inf
+        gradient = logits.to(normaliser.dtype)
+        gradient.sub_(normaliser.unsqueeze(1)).exp_()
+        here, index = self.find(labels)
+        gradient[torch.arange(len(index), device=index.device), index] -= here.to(gradient.dtype)
+        gradient.mul_(((labels != IGNORED) * scale).unsqueeze(1))
+        if gradient is not logits:
+            logits.copy_(gradient)
