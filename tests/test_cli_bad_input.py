@@ -308,7 +308,7 @@ def test_whole_weights_are_accepted_and_broken_ones_can_be_left_out(bench: Bench
         (["parallel.layers=[4]"], "parallel.layers has 1 entries, but parallel.pipeline is 2"),
         (["parallel.layers=[2, 0, 2]", "parallel.pipeline=3"], "stage 1 would be empty"),
         (["parallel.pipeline=9"], "parallel.pipeline 9 is more than the model's 4 decoder layers"),
-        (["parallel.tensor=2"], "parallel.tensor = 2: only 1 runs so far"),
+        (["parallel.tensor=3"], "parallel.tensor 3 does not divide the model's 4 attention heads"),
         (["machine.devices=3"], "are 4 processes, but there are 3"),
         (["recovery.policy={stage7='inputs'}"], "no block or stage 'stage7'"),
         (["recovery.policy={layer0='most'}"], "recovery.policy.layer0 = 'most': expected one of keep"),
