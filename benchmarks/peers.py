@@ -21,6 +21,7 @@ from pathlib import Path
 
 from race.arena import race
 from race.bounds import measure, table
+from race.chart import draw
 from race.overhead import overheads
 from race.profiles import with_profile
 from race.ratrain_plan import plan_of, settled
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", action="store_true", help="forecast peaks beside what has been run")
     parser.add_argument("--bounds", action="store_true", help="lower bounds beside what has been run")
     parser.add_argument("--trace", metavar="ROW", choices=[row.name for row in rows])
+    parser.add_argument("--chart", type=Path, help="draw what has been run into this PNG")
     parser.add_argument("--docs", type=Path, help="put the tables between the race's marks in this page")
     parser.add_argument("--out", type=Path, default=RUNS)
     args = parser.parse_args(argv)
@@ -69,17 +71,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not wanted and not args.table:
         parser.error(f"nothing to run: give --set ({', '.join(sets)}) or --row")
     missed = False
-    sections = []
+    sections, raced = [], []
     for row in (row for row in rows if not wanted or row.name in wanted):
         row = _settled(dataclasses.replace(row, steps=args.steps or row.steps), args.out)
         result = None if args.fresh else load(args.out, row)
         if not args.table and (result is None or result.repeat < args.repeat):
             result = _run(row, args.repeat, args.out)
         if result is not None:
+            raced.append((row, result))
             sections.append(markdown(row, result))
             missed = missed or "MISSED" in sections[-1]
             print(sections[-1], flush=True)
     (args.out / "race.md").write_text("\n".join(sections))
+    if args.chart:
+        draw(raced, args.chart)
     if args.docs:
         _publish(sections, args.docs)
     print(f"tables in {args.out / 'race.md'}")

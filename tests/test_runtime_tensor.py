@@ -16,6 +16,8 @@ from test_runtime_reference import MODEL, error
 UNEVEN = MODEL | {"vocab_size": 253}
 """The last tensor rank's part of the vocabulary ends early."""
 QWEN2 = MODEL | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+TIED = UNEVEN | {"tie_word_embeddings": True}
+MISTRAL = MODEL | {"architectures": ["MistralForCausalLM"], "sliding_window": 8}
 PADDED = MODEL | {"pad_token_id": 2, "eos_token_id": 2}
 # One global batch of 12 sequences under every plan.
 PLANS: dict[str, dict[str, Any]] = {
@@ -40,10 +42,12 @@ EQUAL: dict[str, dict[str, Any]] = {
         (UNEVEN, "fp32", 1e-5),
         (QWEN2, "fp32", 1e-5),
         (PADDED, "fp32", 1e-5),
+        (TIED, "fp32", 1e-5),
+        (MISTRAL, "fp32", 1e-5),
         (UNEVEN, "fp64", 1e-10),
         (QWEN2, "fp64", 1e-10),
     ],
-    ids=["llama", "qwen2-tied", "llama-pad-is-end", "llama-fp64", "qwen2-tied-fp64"],
+    ids=["llama", "qwen2-tied", "llama-pad-is-end", "llama-tied", "mistral", "llama-fp64", "qwen2-tied-fp64"],
 )
 def test_first_gradients_are_those_of_a_plain_process(model: Any, view: str, bound: float) -> None:
     common = {"model": model, "view": view, "steps": 1, "clip": 0.5}

@@ -44,9 +44,10 @@ def run(args: argparse.Namespace) -> int:
         "peak_bytes": list(step.peak),
         "basis": result.basis,
     }
+    tensor = f" x {plan.tensor} tensor ranks" if plan.tensor > 1 else ""
     words = (
-        f"{plan.pipeline} stages x {plan.data} replicas, ZeRO-{plan.zero}: {step.step:.4g} s a step, no program of "
-        f"this layout under {result.bound:.4g} s. {result.basis}."
+        f"{plan.pipeline} stages x {plan.data} replicas{tensor}, ZeRO-{plan.zero}: {step.step:.4g} s a step, "
+        f"no program of this layout under {result.bound:.4g} s. {result.basis}."
     )
     write_simulation(forecast_of(plan, result), args.out, title=plan.model, words=words)
     if args.json:

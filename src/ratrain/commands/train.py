@@ -91,9 +91,10 @@ def configuration(args: argparse.Namespace) -> Config:
 def announce(run: Run) -> str:
     """What is about to run, for people."""
     plan, data = run.plan, run.statistics
+    tensor = f" T={plan.tensor}" if plan.tensor > 1 else ""
     lines = [
         f"model {plan.model}, {run.spec.parameter_count():,} parameters",
-        f"plan P={plan.pipeline} D={plan.data} ZeRO-{plan.zero}, layers {'/'.join(map(str, plan.layers))}, "
+        f"plan P={plan.pipeline} D={plan.data}{tensor} ZeRO-{plan.zero}, layers {'/'.join(map(str, plan.layers))}, "
         f"micro-batch {plan.micro_batch} x {plan.micro_batches}, passes {', '.join(plan.passes) or 'none'}",
         f"data {data['train_tokens']:,} training tokens, unigram entropy {data['unigram_entropy']:.4f} nats",
     ]

@@ -18,6 +18,9 @@ from ratrain.model.embedding import lookup
 from ratrain.model.head import IGNORED
 from ratrain.model.linear import Linear
 
+_PARTS = 16
+"""In which the sums of exponentials are made."""
+
 
 class TensorRanks(Protocol):
     """The ranks that compute a block together, as one of them sees it."""
@@ -125,9 +128,11 @@ class VocabularyPart:
         wide = logits.to(dtype)
         here, index = self.find(labels)
         own = wide.gather(1, index.unsqueeze(1)).squeeze(1).where(here, 0)
-        table = self.ranks.gather(torch.cat([torch.logsumexp(wide, -1), own]))
-        sums, chosen = table.view(self.ranks.size, 2, -1).unbind(1)
-        normaliser = torch.logsumexp(sums, 0)
+        # A part at a time: logsumexp makes a copy of what it is given.
+        sums = [torch.logsumexp(part, -1) for part in wide.split(max(1, len(wide) // _PARTS))]
+        table = self.ranks.gather(torch.cat([*sums, own]))
+        own_sums, chosen = table.view(self.ranks.size, 2, -1).unbind(1)
+        normaliser = torch.logsumexp(own_sums, 0)
         return (normaliser - chosen.sum(0)).where(labels != IGNORED, 0).sum(), normaliser
 
     def to_gradient(self, logits: Tensor, labels: Tensor, scale: Tensor, normaliser: Tensor) -> None:

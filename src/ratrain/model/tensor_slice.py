@@ -58,10 +58,10 @@ def cannot_run(spec: ModelSpec) -> str | None:
 
 def cut_dimension(name: str) -> int | None:
     """Along which dimension a parameter (by Hugging Face name) is cut; None: every rank has the whole."""
-    module = name.split(".")[-2]
+    module, kind = name.split(".")[-2:]
     if module in _BY_ROWS:
         return 0
-    return 1 if module in _BY_COLUMNS else None
+    return 1 if module in _BY_COLUMNS and kind == "weight" else None
 
 
 def cut(value: Tensor, name: str, tensor: int, index: int, shape: Sequence[int]) -> Tensor:
