@@ -13,7 +13,7 @@ _COLOURS = ("#1f6fd6", "#9aa7b5")
 
 
 def draw(raced: Sequence[tuple[Row, Result]], path: Path) -> None:
-    """Writes a PNG; peers that cannot run a row, or do not fit it, are left out."""
+    """Writes a PNG; peers that cannot run a row, do not fit it, or shard otherwise than RATrain are left out."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,7 +26,7 @@ def draw(raced: Sequence[tuple[Row, Result]], path: Path) -> None:
     axes.barh(places, values, color=[_COLOURS[value >= 1.0] for value in values], height=0.7)
     axes.axvline(1.0, color="black", linewidth=0.8)
     for place, value in zip(places, values):
-        axes.text(value + 0.01, place, f"{value:.2f}", va="center", fontsize=7)
+        axes.text(value - 0.01, place, f"{value:.2f}", va="center", ha="right", color="white", fontsize=7)
     axes.set_yticks(list(places), [label for label, _ in bars], fontsize=7)
     axes.set_xlim(0, max(1.15, *values))
     axes.set_xlabel(
@@ -41,6 +41,6 @@ def draw(raced: Sequence[tuple[Row, Result]], path: Path) -> None:
 
 
 def _ratios(row: Row, result: Result) -> list[tuple[str, float]]:
-    mine = result.records[reference_name(row, result)]
-    peers = [case for case in row.cases if case.tool != RATRAIN and counts(row, result, case)]
-    return [(peer.name, ratio(mine, result.records[peer.name])[0]) for peer in peers]
+    mine = next(case for case in row.cases if case.name == reference_name(row, result))
+    peers = [c for c in row.cases if c.tool != RATRAIN and c.zero == mine.zero and counts(row, result, c)]
+    return [(c.name, ratio(result.records[mine.name], result.records[c.name])[0]) for c in peers]
