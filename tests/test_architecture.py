@@ -21,6 +21,7 @@ MAY_IMPORT = {
         "model.spec",
         "model.activations",
         "model.operators",
+        "model.tensor_slice",
         "machine",
         "config",
     },

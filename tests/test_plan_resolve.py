@@ -82,7 +82,7 @@ def test_what_does_not_divide_or_add_up() -> None:
     refuse("at most 6", parallel={"pipeline": 7, "data": 1, "layers": "auto"})
     refuse("global_batch 8 is not a multiple of 6", train={"micro_batch": 3})
     refuse("2 x parallel.data 2 are 4 processes, but there are 3", devices=3)
-    refuse("parallel.tensor = 2", parallel={"tensor": 2}, devices=8)
+    refuse("parallel.tensor 3 does not divide", parallel={"tensor": 3}, devices=12)
     refuse("unknown pass 'layerwise'", run={"passes": ["layerwise"]})
 
 

@@ -112,14 +112,16 @@ def _slices(rows: Sequence[Row], shift: float, thread: int) -> Iterator[dict[str
 def _slice(
     name: str, category: str, rank: int, thread: int, start: float, end: float, args: dict[str, Any]
 ) -> dict[str, Any]:
+    # Both ends are rounded, and not the duration, so that what follows another slice never begins within it.
+    begins, ends = round(start * 1e6, 3), round(end * 1e6, 3)
     return {
         "name": name,
         "cat": category,
         "ph": "X",
         "pid": rank,
         "tid": thread,
-        "ts": round(start * 1e6, 3),
-        "dur": round((end - start) * 1e6, 3),
+        "ts": begins,
+        "dur": round(ends - begins, 3),
         "args": args,
     }
 

@@ -31,9 +31,9 @@ class PlainTraining:
     """A model, its optimizer, and nothing else."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, seed: int, settings: AdamW) -> None:
-        from transformers import LlamaForCausalLM, Qwen2ForCausalLM
+        from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM
 
-        kinds = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}
+        kinds = {"llama": LlamaForCausalLM, "mistral": MistralForCausalLM, "qwen2": Qwen2ForCausalLM}
         self.model: Any = kinds[spec.family](hf_config(spec)).to(dtype).train()
         shapes = spec.all_parameters()
         values = {name: initial_value(spec, name, p.shape, seed) for name, p in shapes.items()}
