@@ -2,8 +2,8 @@
 
 With Ψ parameters on the rank and D replicas (ZeRO after Rajbhandari et al., 2020): 16-bit views with 16-bit
 gradients take 2Ψ + 2Ψ + 12Ψ under ZeRO-0, 2Ψ + 2Ψ + 12Ψ/D under ZeRO-1, 2Ψ + 2Ψ/D + 12Ψ/D under ZeRO-2,
-16Ψ/D under ZeRO-3; fp32 views are their own masters: 4Ψ + 4Ψ + 8Ψ/D under ZeRO-1. Each unit's decayed and
-undecayed regions are padded to a multiple of D.
+16Ψ/D under ZeRO-3; fp32 views are their own masters: 4Ψ + 4Ψ + 8Ψ/D under ZeRO-1. Each unit is padded to a
+multiple of D.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 from ratrain.model.spec import RUNGS, ModelSpec
 from ratrain.model.tensor_slice import tensor_slice
@@ -19,11 +18,12 @@ from ratrain.plan.activations import ActivationModel
 from ratrain.plan.forecast import StageMemory
 from ratrain.plan.plan import Plan
 from ratrain.plan.precision import Precision
-from ratrain.program.deps import POSTED, WINDOW
+from ratrain.program.deps import POSTED
 from ratrain.program.layout import EMBED, HEAD, TIED
 from ratrain.program.memory import Footprint, peak
 from ratrain.program.passes import build
 from ratrain.program.program import Program
+from ratrain.program.slots import gradient_capacity, view_slots
 
 _PIECE = 16 * 2**20
 """Bytes in which the MT-3000 backend receives a reduction, two pieces at a time."""
@@ -35,7 +35,7 @@ class StateModel:
     the first (embedding) and the last (head).
 
     overlapped_sync, overlapped_gather  whether reductions and gathers run beside computation, which then
-    needs WINDOW buffers instead of one
+    needs room for two units instead of one (`program.slots`)
     """
 
     spec: ModelSpec
@@ -64,8 +64,8 @@ class StateModel:
         )
 
     def padded(self, unit: str) -> int:
-        """Elements of a state unit, both regions padded to a multiple of D."""
-        return sum(-(-region // self.data) * self.data for region in _regions(self.spec, unit))
+        """Elements of a state unit, padded to a multiple of D."""
+        return -(-_elements(self.spec, unit) // self.data) * self.data
 
     def stage(self, layers: int, first: bool, last: bool) -> StageMemory:
         """The constant part of a stage's memory."""
@@ -82,18 +82,13 @@ class StateModel:
         return self.zero == 3 and self.data > 1
 
 
-def unit_regions(spec: ModelSpec, unit: str) -> tuple[int, int]:
-    """Decayed and undecayed elements of a state unit: a block's, or the tied matrix's."""
+@lru_cache(maxsize=4096)
+def _elements(spec: ModelSpec, unit: str) -> int:
+    """Parameters of a state unit: a block's, or the tied matrix."""
     if unit == TIED:
-        return spec.vocab * spec.hidden, 0
+        return spec.vocab * spec.hidden
     shapes = spec.parameters(unit)
-    if unit == HEAD and spec.tied:
-        shapes = tuple(shape for shape in shapes if shape.name != spec.head_weight)
-    decayed = sum(shape.size for shape in shapes if shape.decay)
-    return decayed, sum(shape.size for shape in shapes) - decayed
-
-
-_regions = lru_cache(maxsize=4096)(unit_regions)
+    return sum(s.size for s in shapes if not (unit == HEAD and spec.tied and s.name == spec.head_weight))
 
 
 def activation_model(spec: ModelSpec, plan: Plan) -> ActivationModel:
@@ -235,12 +230,13 @@ def _stage(model: StateModel, layers: int, first: bool, last: bool) -> StageMemo
         stays = sum(sizes[u] for u in order if u == TIED)
         views = stays + (whole - stays) // data
         passing = [sizes[u] for u in order if u != TIED]
-        gathered = _window(passing, [(0, 0), (-1, -1)], model.overlapped_gather)
+        gathered = view_slots(passing, model.overlapped_gather).capacity
     gradients, unreduced = whole, 0
     if model.sharded_gradients:
         gradients = whole // data
         shared = [sizes[u] for u in order if not (u == TIED and tied_twice)]
-        unreduced = _window(shared, [(0, -1)], model.overlapped_sync) + (sizes[TIED] if tied_twice else 0)
+        unreduced = gradient_capacity(shared[::-1], model.overlapped_sync)
+        unreduced += sizes[TIED] if tied_twice else 0
     return StageMemory(
         runtime=model.runtime_base,
         views=views * precision.view_bytes,
@@ -252,16 +248,6 @@ def _stage(model: StateModel, layers: int, first: bool, last: bool) -> StageMemo
         + _reduction(model, max(sizes.values()))
         + (sizes[TIED] // (data if model.zero else 1) * precision.grad_bytes if across else 0),
     )
-
-
-def _window(sizes: Sequence[int], wraps: Sequence[tuple[int, int]], overlapped: bool) -> int:
-    """Elements of the largest neighbours in order of use, `wraps` naming the neighbours where it turns."""
-    assert WINDOW == 2
-    if not sizes:
-        return 0
-    if not overlapped:
-        return max(sizes)
-    return max(a + b for a, b in [*pairwise(sizes), *((sizes[i], sizes[k]) for i, k in wraps)])
 
 
 def _reduction(model: StateModel, largest: int) -> int:

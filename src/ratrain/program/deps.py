@@ -13,7 +13,7 @@ from ratrain.program.action import Action, Kind
 from ratrain.program.layout import TIED, Layout
 from ratrain.program.program import Program
 from ratrain.program.recovery import recovery_gates
-from ratrain.program.schedule import gradient_order, keeps_view, reduces_per_microbatch
+from ratrain.program.schedule import gradient_order, gradients_in_turn, keeps_view, reduces_per_microbatch
 
 POSTED = 2
 """Messages in flight per direction: receives posted ahead, and sends not yet taken."""
@@ -223,12 +223,12 @@ _RULES: dict[Kind, Callable[[_Context, Action], list[Dep]]] = {
 def _window(layout: Layout, stage: int) -> dict[tuple[str, int], Action]:
     """Per (unit, micro-batch) the gradient release that must precede its backward, under ZeRO-2 and 3.
 
-    A tied matrix read twice on one stage fills over the whole backward, so it has a buffer of its own.
+    A tied matrix read twice on one stage has a buffer of its own.
     """
     if not reduces_per_microbatch(layout):
         return {}
-    order = gradient_order(layout, stage)
-    shared = [u for u in order if u != TIED or layout.tied_across]
+    shared = gradients_in_turn(layout, stage)
+    alone = set(gradient_order(layout, stage)) - set(shared)
     window = {}
     for j in range(layout.microbatches):
         for k, unit in enumerate(shared):
@@ -237,8 +237,8 @@ def _window(layout: Layout, stage: int) -> dict[tuple[str, int], Action]:
                 window[unit, j] = Action(
                     Kind.RELEASE, stage, shared[n % len(shared)], n // len(shared), "grad"
                 )
-        if TIED in order and TIED not in shared and j > 0:
-            window[TIED, j] = Action(Kind.RELEASE, stage, TIED, j - 1, "grad")
+        for unit in alone if j > 0 else ():
+            window[unit, j] = Action(Kind.RELEASE, stage, unit, j - 1, "grad")
     return window
 
 

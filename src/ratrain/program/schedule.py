@@ -67,6 +67,11 @@ def gradient_order(layout: Layout, stage: int) -> tuple[str, ...]:
     return tuple(sorted(seen, key=lambda unit: -position[seen[unit]]))
 
 
+def gradients_in_turn(layout: Layout, stage: int) -> tuple[str, ...]:
+    """`gradient_order` without a tied matrix that the stage reads twice: it fills over the whole backward."""
+    return tuple(u for u in gradient_order(layout, stage) if u != TIED or layout.tied_across)
+
+
 def _train_lane(layout: Layout, stage: int) -> Lane:
     return {"compute": train_compute(layout, stage), **_messages(layout, stage, backward=True)}
 

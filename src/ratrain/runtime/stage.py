@@ -18,7 +18,7 @@ from ratrain.model.blocks import Block
 from ratrain.program.action import Action, Kind
 from ratrain.program.layout import EMBED, HEAD, TIED, Layout
 from ratrain.program.program import Program
-from ratrain.program.schedule import keeps_view
+from ratrain.program.schedule import gradient_order
 from ratrain.runtime.backends import TorchBackend
 from ratrain.runtime.collectives import RankOrderReducer, gather_vectors
 from ratrain.runtime.device import HostStreams
@@ -112,9 +112,9 @@ class Stage:
         self.first, self.final = self.names[0], self.names[-1]
         self.next_block = dict(zip(self.names, self.names[1:]))
         # Of several readers of a unit the last is the first to contribute to its gradient.
-        self._opens = {
-            n: [u.name for u in layout.units[mesh.stage] if u.readers[-1] == n] for n in self.names
-        }
+        opener = {u.name: u.readers[-1] for u in layout.units[mesh.stage]}
+        order = gradient_order(layout, mesh.stage)
+        self._opens = {n: [unit for unit in order if opener[unit] == n] for n in self.names}
         self.pair = RankOrderReducer(mesh.tied)
         self._view_dtype = next(iter(self.units.values())).formats.view
         self._inputs: dict[tuple[str, int], Tensor] = {}
@@ -297,7 +297,7 @@ class Stage:
         left = [f"segment {k}" for k in self._segments] + [f"input {k}" for k in self._inputs]
         left += [f"gradient {k}" for k in self._grads] + [f"output {k}" for k in self._outputs]
         for unit in self.units.values():
-            if not keeps_view(self.layout, unit.name) and unit.view.untyped_storage().size():
+            if unit.holders:
                 left.append(f"view of {unit.name}")
         return left
 

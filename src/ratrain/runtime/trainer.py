@@ -112,7 +112,16 @@ class Trainer:
         job, mesh = self.job, self.mesh
         streams = streams_of(self.device)
         self.stage = build_stage(
-            job.spec, job.layout, mesh, job.settings, self.rule, self.device, job.value, streams, self.backend
+            job.spec,
+            job.layout,
+            mesh,
+            job.settings,
+            job.passes,
+            self.rule,
+            self.device,
+            job.value,
+            streams,
+            self.backend,
         )
         self.executor = Executor(
             mesh.rank, self.stage.handlers, self.stage.posts, streams, job.delay, job.settings.seed

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ratrain.model.main_grad import attach_main_grad, expect_main_grad
 from ratrain.model.spec import ParameterShape
+from ratrain.program.slots import gradient_start
 from ratrain.runtime.collectives import RankOrderReducer
 from ratrain.runtime.shard_optimizer import AdamW, ShardOptimizer
 
@@ -50,6 +51,29 @@ class UnitFormat:
         return self.view if self.view in (torch.float32, torch.float64) else torch.float32
 
 
+def padded(count: int, replicas: int) -> int:
+    """Elements of a unit of `count` parameters, so that equal slices hold them."""
+    return math.ceil(count / replicas) * replicas
+
+
+class UnreducedGradients:
+    """Memory for the whole gradients of single micro-batches (ZeRO-2, 3), used again and again.
+
+    Who opens one must know that all but the newest have been reduced (`program.deps.WINDOW`).
+    """
+
+    def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        """capacity: elements, see `program.slots.gradient_capacity`"""
+        self._buffer = torch.zeros(capacity, dtype=dtype, device=device)
+        self._opened = 0
+
+    def open(self, size: int) -> Tensor:
+        """1-D [size], of any content."""
+        start = gradient_start(self._buffer.numel(), size, self._opened)
+        self._opened += 1
+        return self._buffer[start : start + size]
+
+
 class StateUnit:
     """One unit on one rank: view, gradient, shard, optimizer.
 
@@ -68,24 +92,27 @@ class StateUnit:
         formats: UnitFormat,
         adamw: AdamW,
         device: torch.device,
-        keeps_view: bool,
+        place: Tensor | None = None,
+        unreduced: UnreducedGradients | None = None,
         counts_in_norm: bool = True,
         counted_elsewhere: Collection[str] = (),
     ) -> None:
         """
         zero            level; 0 with one replica
         sync, views     gradients and views over the replicas (size 1 with one)
-        keeps_view      False: the view exists only between a gather and its release (ZeRO-3)
+        place           1-D [padded], where the view lies between a gather and its release (ZeRO-3); None: a view
+                        of its own, which stays
+        unreduced       where the gradients of micro-batches lie (ZeRO-2, 3)
         counts_in_norm  False on the stage that holds the second copy of a tied matrix
         counted_elsewhere  parameters that another tensor rank has as well, and counts in the norm
         """
         self.name, self.zero, self.formats, self.sync, self.views = name, zero, formats, sync, views
-        self.keeps_view, self.counts_in_norm = keeps_view, counts_in_norm
+        self.keeps_view, self.counts_in_norm = place is None, counts_in_norm
         self.counted_elsewhere = frozenset(counted_elsewhere)
         self.parameters = tuple(sorted(parameters, key=lambda p: not p.decay))
         self.decayed = sum(p.size for p in self.parameters if p.decay)
         self.count = sum(p.size for p in self.parameters)
-        self.padded = math.ceil(self.count / sync.size) * sync.size
+        self.padded = padded(self.count, sync.size)
         share = self.padded // sync.size if zero > 0 else self.padded
         self.low = sync.me * share if zero > 0 else 0
         self.high = self.low + share
@@ -94,18 +121,16 @@ class StateUnit:
         for p in self.parameters:
             self.offsets[p.name] = at
             at += p.size
-        self.view = torch.zeros(self.padded, dtype=formats.view, device=device)
+        self.view = torch.zeros(self.padded, dtype=formats.view, device=device) if place is None else place
         own = self.view[self.low : self.high]
-        shares = formats.master == formats.view and keeps_view
+        shares = formats.master == formats.view and self.keeps_view
         self.master = own if shares else torch.zeros(share, dtype=formats.master, device=device)
-        self.device = device
         self._bound: list[nn.Parameter] = []
         self._first_reader: list[bool] = []
-        # A view gathered for a backward may come while the forward before it still reads: the same values
-        # go into the same memory, which stays until both have released it.
-        self._holders = 0
+        self.holders = 0
         # Unsharded gradients of micro-batches (ZeRO-2, 3): the last is being filled, those before it wait
         # for their reduction.
+        self._places = unreduced
         self._unreduced: deque[Tensor] = deque()
         self._lock = threading.Lock()
         self.grad: Tensor | None = None
@@ -126,15 +151,10 @@ class StateUnit:
     def parameter_views(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors of the named parameters as windows of the view, also of one that is not there now."""
         shapes = {p.name: p for p in self.parameters}
-        if not self.keeps_view:  # no window can be cut from an empty storage, but it outlives one
-            self._allocate_view()
-        windows = {
+        return {
             n: self.view[self.offsets[n] : self.offsets[n] + shapes[n].size].view(shapes[n].shape)
             for n in names
         }
-        if not self.keeps_view:
-            self._free_view()
-        return windows
 
     def attach(self, bound: dict[str, nn.Parameter], first_reader: bool) -> None:
         """Registers bound parameters of one reading block.
@@ -153,7 +173,8 @@ class StateUnit:
         """Makes the unsharded gradient of the micro-batch whose backward comes now (ZeRO-2, 3)."""
         if not self.partial:
             return
-        gradient = torch.empty(self.padded, dtype=self.formats.grad, device=self.device)
+        assert self._places is not None
+        gradient = self._places.open(self.padded)
         gradient[self.count :].zero_()
         with self._lock:
             self._unreduced.append(gradient)
@@ -206,34 +227,27 @@ class StateUnit:
             self.view[self.low : self.high].copy_(self.master)
 
     def gather_view(self) -> None:
-        """Fills the view from all owners. ZeRO-3: gives it memory first."""
+        """Fills the view from all owners.
+
+        ZeRO-3: a view gathered for a backward may come while the forward before it still reads; the same values
+        then go into the same memory.
+        """
         if self.zero == 0:
             return
-        if not self.keeps_view:
-            with self._lock:
-                self._holders += 1
-                if self._holders == 1:
-                    self._allocate_view()
-            # `data` has a version counter of its own: what autograd saved of this view has not changed.
-            filled = self.view.data
-            filled[self.low : self.high].copy_(self.master)
-            self.views.all_gather(filled)
+        if self.keeps_view:
+            self.views.all_gather(self.view)
             return
-        self.views.all_gather(self.view)
+        with self._lock:
+            self.holders += 1
+        # `data` has a version counter of its own: what autograd saved of this view has not changed.
+        filled = self.view.data
+        filled[self.low : self.high].copy_(self.master)
+        self.views.all_gather(filled)
 
     def release_view(self) -> None:
-        """ZeRO-3: ends what one gather began. The last of them returns the view's memory; tensors that
-        autograd saved keep their identity."""
+        """ZeRO-3: ends what one gather began. After the last of them the memory is another unit's."""
         with self._lock:
-            self._holders -= 1
-            if not self._holders:
-                self._free_view()
-
-    def _free_view(self) -> None:
-        self.view.untyped_storage().resize_(0)
-
-    def _allocate_view(self) -> None:
-        self.view.untyped_storage().resize_(self.padded * self.view.itemsize)
+            self.holders -= 1
 
     def release_microbatch_gradient(self) -> None:
         """ZeRO-2, 3: the unsharded gradient of the oldest micro-batch is not needed any more."""
@@ -264,8 +278,6 @@ class StateUnit:
 
     def load_parameters(self, value: Callable[[ParameterShape], Tensor]) -> None:
         """Sets master (and view) from whole parameter values, one at a time."""
-        if not self.keeps_view:
-            self._allocate_view()
         with torch.no_grad():
             for p in self.parameters:
                 begin = self.offsets[p.name]
@@ -274,8 +286,6 @@ class StateUnit:
                 low, high = max(begin, self.low), min(begin + p.size, self.high)
                 if low < high:  # from the source, not from a rounded view
                     self.master[low - self.low : high - self.low].copy_(whole[low - begin : high - begin])
-        if not self.keeps_view:
-            self._free_view()
 
     def _aim(self, gradient: Tensor) -> None:
         for parameter, first in zip(self._bound, self._first_reader):
