@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 
 from program_strategies import layouts, pass_sets, programs
@@ -133,14 +134,16 @@ def test_grid_draws_every_stage(program: Program) -> None:
     )
 
 
-def test_a_large_program_is_built_and_checked_in_two_seconds_of_cpu() -> None:
-    layout = Layout.even(16, 64, replicas=4, microbatches=256, zero=1)
+@pytest.mark.parametrize(("zero", "limit"), [(1, 2.0), (3, 3.0)])
+def test_a_large_program_is_built_and_checked_in_seconds_of_cpu(zero: int, limit: float) -> None:
+    """Less than two of both where no other process takes the core's caches; ZeRO-3 has twice the actions."""
+    layout = Layout.even(16, 64, replicas=4, microbatches=256, zero=zero)
     layout = layout.with_(rungs=tuple(tuple("inputs" for _ in blocks) for blocks in layout.stages))
     best = float("inf")
-    for _ in range(3):  # the best of three: another process may hold the core's caches
+    for _ in range(3):
         start = time.process_time()
         assert check(build(layout)) == []
         best = min(best, time.process_time() - start)
-        if best < 2:
+        if best < limit:
             break
-    assert best < 2
+    assert best < limit

@@ -24,6 +24,8 @@ class Kind(StrEnum):
     PREFETCH_VIEW = "PREFETCH_VIEW"
     RELEASE = "RELEASE"
 
+    __hash__ = str.__hash__  # Enum's own is written in Python, and actions are keys of everything
+
 
 GATHER_PHASES = ("fwd", "rec", "bwd")
 RELEASE_PHASES = ("act", "grad", "view.fwd", "view.rec", "view.bwd")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ratrain.program.action import Action, Kind
-from ratrain.program.graph import Graph, group, lower, meeting
+from ratrain.program.collector import uncollected
+from ratrain.program.graph import Graph, Ints, group, lower, meeting
 from ratrain.program.grid import render
 from ratrain.program.layout import TIED
 from ratrain.program.memory import Footprint, peak
@@ -48,6 +49,7 @@ def require_legal(
         raise ProgramError(program, violations)
 
 
+@uncollected
 def check(
     program: Program, footprints: Sequence[Footprint] | None = None, budget: int | None = None
 ) -> list[Violation]:
@@ -87,48 +89,49 @@ def expected(program: Program, stage: int) -> Counter[Action]:
     """Every action that a legal lane of `stage` holds, from the layout alone, not from the builder."""
     layout, form, s = program.layout, program.form, stage
     trains, flows = form in ("first", "steady"), form != "flush"
-    want: Counter[Action] = Counter()
+    want: list[Action] = []
     rounds = range(layout.microbatches)
     units = [u.name for u in layout.units[s]]
     per_round = reduces_per_microbatch(layout)
     if flows:
         for j in rounds:
             for block in layout.stages[s]:
-                want[Action(Kind.FORWARD, s, block, j)] += 1
+                want.append(Action(Kind.FORWARD, s, block, j))
                 if trains:
-                    want[Action(Kind.BACKWARD, s, block, j)] += 1
-                    want[Action(Kind.RELEASE, s, block, j, "act")] += 1
+                    want.append(Action(Kind.BACKWARD, s, block, j))
+                    want.append(Action(Kind.RELEASE, s, block, j, "act"))
                     if program.keeps(s, block, j) != "keep":
-                        want[Action(Kind.RECOVER, s, block, j)] += 1
+                        want.append(Action(Kind.RECOVER, s, block, j))
                 for unit in layout.reads(block):
                     if not keeps_view(layout, unit):
                         for phase in ("fwd", "bwd") if trains else ("fwd",):
-                            want[Action(Kind.PREFETCH_VIEW, s, unit, j, phase)] += 1
-                            want[Action(Kind.RELEASE, s, unit, j, f"view.{phase}")] += 1
+                            want.append(Action(Kind.PREFETCH_VIEW, s, unit, j, phase))
+                            want.append(Action(Kind.RELEASE, s, unit, j, f"view.{phase}"))
             ends = [(s > 0, Kind.RECV_ACT, Kind.SEND_GRAD)]
             ends.append((s < layout.pipeline - 1, Kind.SEND_ACT, Kind.RECV_GRAD))
             for exists, act, grad in ends:
                 if exists:
-                    want[Action(act, s, None, j)] += 1
-                    want[Action(grad, s, None, j)] += trains
-        want[Action(Kind.GRAD_NORM, s)] += 1
+                    want.append(Action(act, s, None, j))
+                    if trains:
+                        want.append(Action(grad, s, None, j))
+        want.append(Action(Kind.GRAD_NORM, s))
     if trains:
         for unit in units:
             for j in rounds if per_round else ():
-                want[Action(Kind.GRAD_SYNC, s, unit, j)] += 1
-                want[Action(Kind.RELEASE, s, unit, j, "grad")] += 1
+                want.append(Action(Kind.GRAD_SYNC, s, unit, j))
+                want.append(Action(Kind.RELEASE, s, unit, j, "grad"))
             if layout.replicas > 1 and not per_round:
-                want[Action(Kind.GRAD_SYNC, s, unit)] += 1
+                want.append(Action(Kind.GRAD_SYNC, s, unit))
         if layout.tied_across and TIED in units:
-            want[Action(Kind.TIED_SYNC, s, TIED)] += 1
+            want.append(Action(Kind.TIED_SYNC, s, TIED))
     lag = 1 if program.deferred else 0
     if form == "steady" or (form == "first" and not lag) or (form == "flush" and lag):
         for unit in units:
-            want[Action(Kind.UPDATE_SHARD, s, unit, None, None, lag)] += 1
-            want[Action(Kind.RELEASE, s, unit, None, "grad", lag)] += 1
+            want.append(Action(Kind.UPDATE_SHARD, s, unit, None, None, lag))
+            want.append(Action(Kind.RELEASE, s, unit, None, "grad", lag))
             if layout.replicas > 1 and layout.zero > 0 and keeps_view(layout, unit):
-                want[Action(Kind.PREFETCH_VIEW, s, unit, None, "fwd", lag)] += 1
-    return +want
+                want.append(Action(Kind.PREFETCH_VIEW, s, unit, None, "fwd", lag))
+    return Counter(want)
 
 
 _MISSING = {
@@ -196,6 +199,8 @@ def _groups(program: Program) -> Iterator[Violation]:
                 "group", listed[0], s, r, f"group {where} is used from two streams of stage {s} replica {r}"
             )
             continue
+        if len(members) == 1:
+            continue
         s0, r0, _, reference = members[0]
         keys = [meeting(a, r0) for a in reference]
         for s, r, _, listed in members[1:]:
@@ -233,46 +238,50 @@ def waiting_ring(graph: Graph) -> list[int]:
     ring's first node, then any state work: that is where a wrong pass shows.
     """
     count = len(graph.actions)
-    owner = np.where(graph.meeting >= 0, count + graph.meeting, np.arange(count)).tolist()
-    total = count + graph.meetings
-    before: list[list[tuple[int, int]]] = [[] for _ in range(total)]  # (node that waits, node waited for)
-    followers: list[list[int]] = [[] for _ in range(total)]
-    waiting = [0] * total
-
-    def edge(first: int, then: int) -> None:
-        if owner[first] != owner[then]:
-            followers[owner[first]].append(owner[then])
-            before[owner[then]].append((then, first))
-            waiting[owner[then]] += 1
-
-    indptr, indices = graph.indptr.tolist(), graph.indices.tolist()
-    for node in range(count):
-        for k in range(indptr[node], indptr[node + 1]):
-            edge(indices[k], node)
-    for begin, end in pairwise(graph.starts.tolist()):
-        for node in range(begin + 1, end):
-            edge(node - 1, node)
-    vertices = set(owner)
-    ready = [v for v in vertices if waiting[v] == 0]
-    done = 0
-    while ready:
-        vertex = ready.pop()
-        done += 1
-        for after in followers[vertex]:
-            waiting[after] -= 1
-            if waiting[after] == 0:
-                ready.append(after)
-    if done == len(vertices):
+    owner = np.where(graph.meeting >= 0, count + graph.meeting, np.arange(count))
+    before, after = _edges(graph)
+    across = owner[before] != owner[after]
+    before, after = before[across], after[across]
+    stuck = _never_ready(owner[before], owner[after], count + graph.meetings)
+    if not stuck.any():
         return []
-    vertex = next(v for v in vertices if waiting[v] > 0)
+    before, after = before[stuck[owner[before]]], after[stuck[owner[before]]]
+    vertex = int(np.flatnonzero(stuck)[0])
     path: list[tuple[int, int]] = []  # (vertex, node that waits there)
     seen: dict[int, int] = {}
     while vertex not in seen:
         seen[vertex] = len(path)
-        node, first = next((n, f) for n, f in before[vertex] if waiting[owner[f]] > 0)
-        path.append((vertex, node))
-        vertex = owner[first]
+        edge = np.flatnonzero(owner[after] == vertex)[0]
+        path.append((vertex, int(after[edge])))
+        vertex = int(owner[before[edge]])
     ring = [node for _, node in path[seen[vertex] :]]
     rank = {Kind.UPDATE_SHARD: 0, Kind.GRAD_SYNC: 1, Kind.PREFETCH_VIEW: 1, Kind.TIED_SYNC: 1}
     lead = min(range(len(ring)), key=lambda i: (rank.get(graph.actions[ring[i]].kind, 2), i))
     return ring[lead:] + ring[:lead]
+
+
+def _edges(graph: Graph) -> tuple[Ints, Ints]:
+    """Pairs of nodes of which the first must have finished, by dependency or by order in a stream."""
+    nodes = np.arange(len(graph.actions), dtype=np.int32)
+    waits = np.repeat(nodes, np.diff(graph.indptr))
+    follows = np.setdiff1d(nodes, graph.starts)  # all but the first of each stream
+    return np.concatenate([graph.indices, follows - 1]), np.concatenate([waits, follows])
+
+
+def _never_ready(before: Ints, after: Ints, vertices: int) -> NDArray[np.bool_]:
+    """Which vertices remain when those that wait for nothing are taken away again and again (Kahn, 1962).
+
+    Lists of numbers, not of lists: the collector of garbage would walk over those for longer than this takes.
+    """
+    order = np.argsort(before, kind="stable")
+    begin = np.searchsorted(before[order], np.arange(vertices + 1)).tolist()
+    followers = after[order].tolist()
+    waiting = np.bincount(after, minlength=vertices).tolist()
+    ready = [v for v in range(vertices) if not waiting[v]]
+    while ready:
+        vertex = ready.pop()
+        for follower in followers[begin[vertex] : begin[vertex + 1]]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready.append(follower)
+    return np.array(waiting) > 0

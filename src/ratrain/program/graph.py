@@ -9,10 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratrain.program.action import Action, Kind
+from ratrain.program.collector import uncollected
 from ratrain.program.deps import dependencies
 from ratrain.program.program import STREAMS, Program
 
 Ints = NDArray[np.int32]
+
+_LOCAL = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RECOVER, Kind.UPDATE_SHARD, Kind.RELEASE})
+"""Kinds that concern one rank alone."""
 
 
 def group(action: Action, replica: int) -> Hashable | None:
@@ -21,6 +25,8 @@ def group(action: Action, replica: int) -> Hashable | None:
     Order within one group must be the same on all its members.
     """
     kind, s = action.kind, action.stage
+    if kind in _LOCAL:
+        return None
     if kind in (Kind.SEND_ACT, Kind.RECV_ACT):
         return ("act", s + (kind is Kind.SEND_ACT), replica)  # named after the receiving stage
     if kind in (Kind.SEND_GRAD, Kind.RECV_GRAD):
@@ -31,9 +37,7 @@ def group(action: Action, replica: int) -> Hashable | None:
         return ("prefetch", s)
     if kind is Kind.TIED_SYNC:
         return ("tied", replica)
-    if kind is Kind.GRAD_NORM:
-        return ("world",)
-    return None
+    return ("world",)
 
 
 def meeting(action: Action, replica: int) -> Hashable | None:
@@ -73,6 +77,7 @@ class Graph:
     meetings: int
 
 
+@uncollected
 def lower(program: Program) -> Graph:
     """Lowers the distinct lanes of `program`. Identical replicas are lowered once.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ratrain.program.action import Action, Kind
+from ratrain.program.collector import uncollected
 from ratrain.program.layout import Layout
 from ratrain.program.program import Lane, Program
 from ratrain.program.schedule import compute_order, one_f_one_b, state_work, train_compute
@@ -108,6 +109,7 @@ PASSES: dict[str, Callable[[Program], Program]] = {
 """All passes in the order in which they are applied."""
 
 
+@uncollected
 def build(layout: Layout, form: str = "steady", passes: Iterable[str] = tuple(PASSES)) -> Program:
     """The program of `layout` with the named passes applied in the order of PASSES.
 
