@@ -27,6 +27,7 @@ def train(mode: str) -> int:
         dist.all_reduce(value)
         assert value.item() == rendezvous.world_size == dist.get_world_size()
         say(f"pid {rendezvous.rank} {os.getpid()} port {rendezvous.place.master_port}")
+        dist.all_reduce(value)  # nobody fails before all have said theirs
         if mode == "sum":
             return 0
         if mode == "all-raise":
