@@ -135,20 +135,26 @@ class Reference:
                 self.occupied.discard((where[0], stream))
 
     def _pace(self, job: Running) -> Fraction:
-        flowing = [other for other in self.running if other.flows]
+        s = job.members[0][0]
+        meetings = [other for other in self.running if self._meets(other)]
+        if not self._meets(job):
+            slow = any(w[0] == s for other in meetings for w in other.members)
+            return 1 / Fraction(self.network.slowdown) if slow and self._computes(job) else Fraction(1)
+        pace = Fraction(1)
         if job.flows:
+            flowing = [other for other in meetings if other.flows]
             pace = min(
                 Fraction(self.network.capacity[port])
                 * Fraction(job.connections, sum(o.connections for o in flowing if port in o.loads))
                 / size
                 for port, size in job.loads.items()
             )
-            computing = {lane for o in self.running if self._computes(o) for lane, _, _ in o.members}
-            dragged = any(lane in computing for lane, _, _ in job.members)
-            return pace / Fraction(self.network.drag) if dragged else pace
-        s, _, _ = job.members[0]
-        slow = any(w[0] == s for other in flowing for w in other.members)
-        return 1 / Fraction(self.network.slowdown) if slow and self._computes(job) else Fraction(1)
+        computing = {lane for o in self.running if self._computes(o) for lane, _, _ in o.members}
+        dragged = any(lane in computing for lane, _, _ in job.members)
+        return pace / Fraction(self.network.drag) if dragged else pace
+
+    def _meets(self, job: Running) -> bool:
+        return meeting(job.members[0][2], 0) is not None
 
     def _computes(self, job: Running) -> bool:
         s, _, action = job.members[0]

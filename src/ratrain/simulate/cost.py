@@ -37,8 +37,8 @@ on its micro-batch. Never asked about RELEASE, which is free."""
 @dataclass(frozen=True)
 class Network:
     """capacity  bytes/s of every port named in a load
-    slowdown  multiplies a rank's local compute time while one of its transfers flows (1: none)
-    drag      multiplies a transfer's time while one of its members computes (1: none)
+    slowdown  multiplies a rank's local compute time while one of its transfers is under way (1: none)
+    drag      multiplies a transfer's time, latency included, while one of its members computes (1: none)
 
     A port divides equally among the connections on it, as TCP does; a transfer runs at the pace of its slowest
     port, and what it leaves unused of another goes to nobody.

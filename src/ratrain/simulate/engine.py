@@ -92,9 +92,9 @@ def run(
         0,
         np.zeros(len(capacity), np.bool_),
     )
-    flows = np.zeros(lanes, np.int64)
+    under_way = np.zeros(lanes, np.int64)  # meetings of a lane
     remaining, since, rate = np.zeros(2 * queues), np.zeros(2 * queues), np.ones(2 * queues)
-    fair = np.zeros(queues)  # pace of the meeting in a slot as its ports allow
+    fair = np.ones(queues)  # pace of the meeting in a slot: of time in its latency, then as its ports allow
     when = np.zeros(2 * queues)
     heap, place = np.zeros(2 * queues, np.int64), np.full(2 * queues, -1, np.int64)
     n_heap = 0
@@ -173,12 +173,10 @@ def run(
                         changed[n_changed], in_changed[p] = p, True
                         n_changed += 1
                 for i in range(member_start[k], member_start[k + 1]):
-                    if begins:
-                        flows[queue[member[i]] // streams] += 1
-                        continue
-                    flows[queue[member[i]] // streams] -= flowing[slot]
-                    over[n_over] = step * nodes + member[i]
-                    n_over += 1
+                    if not begins:
+                        under_way[queue[member[i]] // streams] -= 1
+                        over[n_over] = step * nodes + member[i]
+                        n_over += 1
                 if not begins:
                     free[n_free] = slot
                     n_free += 1
@@ -245,7 +243,7 @@ def run(
                     over[n_over] = flat
                     n_over += 1
                 else:
-                    slow = q % streams == COMPUTE and flows[lane] > 0
+                    slow = q % streams == COMPUTE and under_way[lane] > 0
                     remaining[q], since[q] = seconds[row, node], now
                     rate[q] = 1 / slowdown if slow else 1.0
                     n_heap = _schedule(heap, place, when, n_heap, q, now + remaining[q] / rate[q])
@@ -257,8 +255,12 @@ def run(
                     latency = max(latency, seconds[row, member[i]])
                 n_free -= 1
                 slot = free[n_free]
-                held[slot], flowing[slot] = step * meetings + k, False
-                n_heap = _schedule(heap, place, when, n_heap, queues + slot, now + latency)
+                job = queues + slot
+                held[slot], flowing[slot], fair[slot] = step * meetings + k, False, 1.0
+                remaining[job], since[job], rate[job] = latency, now, 1.0
+                n_heap = _schedule(heap, place, when, n_heap, job, now + latency)
+                for i in range(member_start[k], member_start[k + 1]):
+                    under_way[queue[member[i]] // streams] += 1
 
         # Ports whose transfers came or went divide anew.
         while n_changed > 0:
@@ -278,7 +280,7 @@ def run(
         if drag != 1:
             for slot in range(queues):
                 job = queues + slot
-                if place[job] < 0 or not flowing[slot]:
+                if place[job] < 0:
                     continue
                 pace, k = fair[slot], held[slot] % meetings
                 for i in range(member_start[k], member_start[k + 1]):
@@ -290,7 +292,7 @@ def run(
         if slowdown != 1:
             for lane in range(lanes):
                 q = lane * streams + COMPUTE
-                pace = 1 / slowdown if flows[lane] > 0 else 1.0
+                pace = 1 / slowdown if under_way[lane] > 0 else 1.0
                 if place[q] >= 0 and pace != rate[q]:
                     n_heap = _repace(heap, place, when, n_heap, q, now, pace, remaining, since, rate)
 
