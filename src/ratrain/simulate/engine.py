@@ -172,14 +172,14 @@ def run(
                     if not in_changed[p]:
                         changed[n_changed], in_changed[p] = p, True
                         n_changed += 1
+                if begins:
+                    continue
                 for i in range(member_start[k], member_start[k + 1]):
-                    if not begins:
-                        under_way[queue[member[i]] // streams] -= 1
-                        over[n_over] = step * nodes + member[i]
-                        n_over += 1
-                if not begins:
-                    free[n_free] = slot
-                    n_free += 1
+                    under_way[queue[member[i]] // streams] -= 1
+                    over[n_over] = step * nodes + member[i]
+                    n_over += 1
+                free[n_free] = slot
+                n_free += 1
                 continue
             if n_todo > 0:
                 n_todo -= 1
