@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ SPEC = tiny_spec()
 
 
 def states(spec: ModelSpec, precision: Precision, data: int, zero: int) -> StateModel:
-    return StateModel(spec, precision, data, zero, "torch", 0, 0, False, False)
+    return StateModel(spec, precision, data, 1, zero, "torch", 0, 0, False, False)
 
 
 def test_paper_accounting_of_16_bit_views() -> None:
@@ -51,6 +53,14 @@ def test_fp32_master_is_a_slice_of_the_view() -> None:
     psi = SPEC.parameter_count()
     m = states(SPEC, Precision("fp32", "fp32", "fp32"), 4, 1).stage(SPEC.layers, True, True)
     assert (m.views, m.gradients, m.shard) == (4 * psi, 4 * psi, 8 * psi / 4)
+
+
+def test_tensor_ranks_hold_a_sum_and_what_they_receive_for_it() -> None:
+    def communication(tensor: int) -> int:
+        model = replace(states(SPEC, Precision("fp32", "fp32", "fp32"), 1, 1), tensor=tensor, message=1024)
+        return model.stage(SPEC.layers, True, True).communication
+
+    assert [communication(tensor) for tensor in (1, 2, 4)] == [0, 1024 + 512, 1024 + 768]
 
 
 def test_units_are_padded_to_the_replicas() -> None:

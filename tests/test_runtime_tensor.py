@@ -18,6 +18,7 @@ UNEVEN = MODEL | {"vocab_size": 253}
 QWEN2 = MODEL | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
 TIED = UNEVEN | {"tie_word_embeddings": True}
 MISTRAL = MODEL | {"architectures": ["MistralForCausalLM"], "sliding_window": 8}
+BIASED = UNEVEN | {"attention_bias": True, "mlp_bias": True}
 PADDED = MODEL | {"pad_token_id": 2, "eos_token_id": 2}
 # One global batch of 12 sequences under every plan.
 PLANS: dict[str, dict[str, Any]] = {
@@ -42,12 +43,22 @@ EQUAL: dict[str, dict[str, Any]] = {
         (UNEVEN, "fp32", 1e-5),
         (QWEN2, "fp32", 1e-5),
         (PADDED, "fp32", 1e-5),
+        (BIASED, "fp32", 1e-5),
         (TIED, "fp32", 1e-5),
         (MISTRAL, "fp32", 1e-5),
         (UNEVEN, "fp64", 1e-10),
         (QWEN2, "fp64", 1e-10),
     ],
-    ids=["llama", "qwen2-tied", "llama-pad-is-end", "llama-tied", "mistral", "llama-fp64", "qwen2-tied-fp64"],
+    ids=[
+        "llama",
+        "qwen2-tied",
+        "llama-pad-is-end",
+        "llama-biased",
+        "llama-tied",
+        "mistral",
+        "llama-fp64",
+        "qwen2-tied-fp64",
+    ],
 )
 def test_first_gradients_are_those_of_a_plain_process(model: Any, view: str, bound: float) -> None:
     common = {"model": model, "view": view, "steps": 1, "clip": 0.5}
@@ -59,8 +70,10 @@ def test_first_gradients_are_those_of_a_plain_process(model: Any, view: str, bou
         assert found.norms[0] == pytest.approx(expected["norms"][0], rel=bound)
 
 
-def test_loss_curves_of_50_steps() -> None:
-    common = {"model": MODEL, "steps": 50, "clip": 1.0, "tokens": 1501, "lr": 1e-3}
+@pytest.mark.parametrize("model", [MODEL, BIASED], ids=["llama", "llama-biased"])
+def test_loss_curves_of_50_steps(model: Any) -> None:
+    # Biases start as zeros: only training shows whether they are added once.
+    common = {"model": model, "steps": 50, "clip": 1.0, "tokens": 1501, "lr": 1e-3}
     expected = plain(**common, microbatches=1, micro_batch=12)["losses"]
     for name in ("T2", "P2T2"):
         assert np.abs(np.array(train(**common, **PLANS[name]).losses) - expected).max() < 1e-4, name

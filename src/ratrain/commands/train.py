@@ -243,7 +243,9 @@ def _recorder(assigned: Run, mesh: Mesh) -> Recorder:
 
     plan, config = assigned.plan, assigned.config
     places = [
-        Place(rank, *divmod(rank // mesh.tensor, mesh.replicas), part=rank % mesh.tensor)
+        Place(
+            rank, *divmod(rank // mesh.tensor, mesh.replicas), rank % mesh.tensor if mesh.tensor > 1 else None
+        )
         for rank in range(mesh.size)
     ]
     forecast = plan.forecast.memory if plan.forecast else ()

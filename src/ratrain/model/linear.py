@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class Linear(nn.Linear):
     the multiplication is skipped and the output is uninitialised."""
 
     @classmethod
-    def like(cls, linear: nn.Linear) -> Linear:
+    def like(cls, linear: nn.Linear) -> Self:
         """A layer that takes over the parameters of `linear`."""
         with torch.device("meta"):
             made = cls(linear.in_features, linear.out_features, bias=linear.bias is not None)
@@ -28,10 +28,14 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
+        return self.multiply(input, self.bias)
+
+    def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """`forward` with this bias instead of the layer's own."""
         if not self.value_needed or (torch.is_grad_enabled() and has_main_grad(self.weight)):
-            result: Tensor = _Linear.apply(input, self.weight, self.bias, self.value_needed)
+            result: Tensor = _Linear.apply(input, self.weight, bias, self.value_needed)
             return result
-        return nn.functional.linear(input, self.weight, self.bias)
+        return nn.functional.linear(input, self.weight, bias)
 
 
 class _Linear(torch.autograd.Function):

@@ -9,7 +9,7 @@ where Shoeybi et al. (2019) have f and g. Sums run in rank order, so that all ra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -83,12 +83,28 @@ def join_layer(layer: nn.Module, ranks: TensorRanks) -> None:
     for name in ("input_layernorm", "post_attention_layernorm"):
         parts[name].register_forward_hook(lambda module, inputs, output: spread(output, ranks))
     for name in ("self_attn.o_proj", "mlp.down_proj"):
-        parts[name].register_forward_hook(lambda module, inputs, output: _joined(module, output, ranks))
+        owner, _, attribute = name.rpartition(".")
+        setattr(parts[owner], attribute, _JoinedLinear.of(parts[name], ranks))
 
 
-def _joined(module: nn.Module, output: Tensor, ranks: TensorRanks) -> Tensor:
-    assert isinstance(module, Linear)
-    return join(output, ranks) if module.value_needed else output
+class _JoinedLinear(Linear):
+    """Cut by columns: the ranks' products are summed. The bias, which every rank has whole, is added once, to the
+    sum, so that its gradient is the same on every rank, as a norm's is."""
+
+    ranks: TensorRanks
+
+    @classmethod
+    def of(cls, linear: nn.Module, ranks: TensorRanks) -> Self:
+        assert isinstance(linear, nn.Linear)
+        made = cls.like(linear)
+        made.ranks = ranks
+        return made
+
+    def forward(self, input: Tensor) -> Tensor:
+        product = self.multiply(input, None)
+        if self.value_needed:
+            product = join(product, self.ranks)
+        return product if self.bias is None else product + self.bias
 
 
 @dataclass(frozen=True)

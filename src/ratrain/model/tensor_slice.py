@@ -1,7 +1,8 @@
 """What one of several tensor ranks holds and computes of a model (Shoeybi et al., 2019).
 
 Queries, keys, values, gate and up are cut by rows, so that a rank has whole heads and whole MLP columns; the
-projections behind them by columns; embedding and head by rows of the vocabulary; norms are whole on every rank.
+projections behind them by columns, their biases not at all; embedding and head by rows of the vocabulary; norms are
+whole on every rank.
 """
 
 from __future__ import annotations
@@ -49,8 +50,6 @@ def cannot_run(spec: ModelSpec) -> str | None:
     """Why the runtime cannot cut this model for tensor ranks; None if it can."""
     if spec.family == "baichuan":
         return "Baichuan2's fused W_pack and row-normalised head are not cut"
-    if spec.o_bias or spec.mlp_bias:
-        return "a bias behind a projection that is cut by columns would be added by every rank"
     if spec.dropout:
         return "tensor ranks would draw other dropout masks than one rank does"
     return None

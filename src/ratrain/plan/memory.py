@@ -34,6 +34,8 @@ class StateModel:
     """Bytes that a rank holds all step long. A stage is described by its decoder layers and by whether it is
     the first (embedding) and the last (head).
 
+    spec     of what a rank computes: with several tensor ranks, its slice
+    message  bytes of a micro-batch between two blocks
     overlapped_sync, overlapped_gather  whether reductions and gathers run beside computation, which then
     needs room for two units instead of one (`program.slots`)
     """
@@ -41,6 +43,7 @@ class StateModel:
     spec: ModelSpec
     precision: Precision
     data: int
+    tensor: int
     zero: int
     operators: str
     runtime_base: int
@@ -55,6 +58,7 @@ class StateModel:
             tensor_slice(spec, plan.tensor),
             plan.precision,
             plan.data,
+            plan.tensor,
             plan.zero,
             plan.operators,
             plan.runtime_base,
@@ -246,8 +250,14 @@ def _stage(model: StateModel, layers: int, first: bool, last: bool) -> StageMemo
         shard=owned * precision.shard_bytes,
         communication=POSTED * model.message * 2 * ((not first) + (not last))
         + _reduction(model, max(sizes.values()))
+        + _sums(model)
         + (sizes[TIED] // (data if model.zero else 1) * precision.grad_bytes if across else 0),
     )
+
+
+def _sums(model: StateModel) -> int:
+    """Bytes in which tensor ranks sum a micro-batch's products: the sum, and what is received for it."""
+    return model.message + (model.tensor - 1) * model.message // model.tensor if model.tensor > 1 else 0
 
 
 def _reduction(model: StateModel, largest: int) -> int:

@@ -96,6 +96,7 @@ class Shape:
             self.activations.spec,
             self.request.precision,
             self.data,
+            self.tensor,
             self.zero,
             self.request.target.operators,
             self.request.target.base(self.activations),

@@ -49,8 +49,9 @@ class Forecast:
 
 def forecast_of(plan: Plan, step: StepForecast) -> Forecast:
     """A plan's simulated step, with the places of the ranks that stand for their replicas."""
-    # In simulation tensor ranks are one.
-    places = tuple(Place(stage * plan.data, stage, 0) for stage in range(plan.pipeline))
+    # In simulation tensor ranks are one: their first.
+    part = 0 if plan.tensor > 1 else None
+    places = tuple(Place(stage * plan.data * plan.tensor, stage, 0, part) for stage in range(plan.pipeline))
     simulation = step.simulation
     return Forecast(simulation.timeline, places, tuple(simulation.peak), plan.budget, step.basis)
 

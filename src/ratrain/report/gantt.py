@@ -49,7 +49,7 @@ def _lanes(
     name: str, step: Step, places: Sequence[Place], tick: float, shapes: dict[str, int]
 ) -> dict[str, Any]:
     together = [p for p in places if p.rank in step.accounts]
-    shown = sorted((p for p in together if p.part == 0), key=lambda p: (p.replica, p.stage))
+    shown = sorted((p for p in together if not p.part), key=lambda p: (p.replica, p.stage))
     note = "the first of tensor ranks" if len(shown) < len(together) else ""
     if sum(len(step.rows[p.rank]) for p in shown) > ROWS and any(p.replica for p in shown):
         note = f"replica 0 of {len({p.replica for p in shown})}"

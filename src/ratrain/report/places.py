@@ -9,27 +9,27 @@ from ratrain.program.timeline import Timeline
 
 
 class Place(NamedTuple):
-    """One rank's coordinates in the mesh; `part` is its place among the tensor ranks."""
+    """One rank's coordinates in the mesh; `part` is its place among the tensor ranks, None where it is alone."""
 
     rank: int
     stage: int
     replica: int
-    part: int = 0
+    part: int | None = None
 
     @property
     def title(self) -> str:
         """E.g. ``rank 2 (stage 1, replica 0)``."""
-        part = f", part {self.part}" if self.part else ""
+        part = "" if self.part is None else f", part {self.part}"
         return f"rank {self.rank} (stage {self.stage}, replica {self.replica}{part})"
 
     def to_json(self) -> dict[str, int]:
         """A plain form."""
-        return self._asdict()
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Place:
         """Inverse of `to_json`; raises KeyError where a coordinate is missing."""
-        return cls(int(data["rank"]), int(data["stage"]), int(data["replica"]), int(data.get("part", 0)))
+        return cls(int(data["rank"]), int(data["stage"]), int(data["replica"]), data.get("part"))
 
 
 def places_of(timeline: Timeline, known: Sequence[Place] = ()) -> tuple[Place, ...]:

@@ -230,7 +230,7 @@ def _left_out(known: Sequence[Place], shown: Sequence[Place]) -> str:
 
 
 def _label(place: Place) -> str:
-    part = f" p{place.part}" if place.part else ""
+    part = "" if place.part is None else f" p{place.part}"
     return f"rank {place.rank} (s{place.stage} r{place.replica}{part})"
 
 
