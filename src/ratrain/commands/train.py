@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from ratrain.runtime.mesh import Mesh
     from ratrain.runtime.rendezvous import Rendezvous
     from ratrain.runtime.trainer import Recorder
+
+_SAID_WITHIN = 30.0
+"""Seconds that ranks of one host may start apart; waited in full only under launchers that end no rank."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
         try:
             return _work(args)
         except UserError:
-            if place is not None and place.local_rank > 0:  # the first rank of this host says the same
+            if place is not None and place.local_rank > 0:
+                # The first rank of this host says the same. A launcher ends all ranks when one ends: it may come
+                # later than this one, and must not be ended before it has said it.
+                time.sleep(_SAID_WITHIN)
                 return 2
             raise
 
